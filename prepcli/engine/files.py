@@ -26,8 +26,7 @@ from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, Option
 from prepcli.core.formatting import count_text
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
 from prepcli.stores.buffers import ByteArray, ClosedAfterBlock
-from prepcli.stores.files import io_error
-from prepcli.stores.output_files import open_no_follow, sync_many
+from prepcli.stores.files import io_error, open_no_follow, sync_many
 
 MIB = 1 << 20
 # Maximum bytes of an output in the page cache.

@@ -133,21 +133,22 @@ class FillGenerator:
         slab_stop = slab.start + slab.nbytes
         row_nbytes = stream.row_nbytes
         for row in range(slab.start // row_nbytes, -(-slab_stop // row_nbytes)):
-            values = self._make_row(stream, fill, row).view(np.uint8)
+            if fill.kind == "normal":
+                values = normal_row(stream, fill, row).view(np.uint8)
+            else:
+                if fill.kind not in self._true_rows:
+                    raise ValueError(
+                        f"{stream.name}: its mean is needed before its rows were added"
+                    )
+                true_rows = self._true_rows[fill.kind]
+                mean = true_rows.mean(row - stream.rows[0], numpy_dtype(stream.dtype))
+                values = mean.view(np.uint8)
             row_start = row * row_nbytes
             start = max(slab.start, row_start)
             stop = min(slab_stop, row_start + row_nbytes)
             part = values[start - row_start : stop - row_start]
             out[start - slab.start : stop - slab.start] = part
         return out
-
-    def _make_row(self, stream: Stream, fill: Fill, row: int) -> np.ndarray:
-        if fill.kind == "normal":
-            return normal_row(stream, fill, row)
-        if fill.kind not in self._true_rows:
-            raise ValueError(f"{stream.name}: its mean is needed before its rows were added")
-        new_row = row - stream.rows[0]
-        return self._true_rows[fill.kind].mean(new_row, numpy_dtype(stream.dtype))
 
 
 def mean_source_number(streams: Sequence[Stream], stream_number: int) -> int:

@@ -40,7 +40,7 @@ from prepcli.sources.side_files import find_side_files
 from prepcli.sources.source import HF_FOLDER
 from prepcli.stores.paths import AnyPath
 from prepcli.targets.hf_folder import copied_files, settings_files
-from prepcli.targets.training_step import StartModel, plan_training_step
+from prepcli.targets.orbax_item import StartModel, plan_training_step
 
 SINGLE = SingleProcess()
 REQUEST = "prep train"  # the command in the manifest of each step
@@ -227,7 +227,11 @@ class CheckpointManager:
             ValueError: `manifest_fields` has a key that prep writes itself.
         """
         self._wait_for_save()
-        if self._has_memory_for_copy(leaves):
+        free_nbytes = self._free_memory_nbytes()
+        # `num_elements` counts only the shards of this process: 7e9 float32 parameters with two AdamW moments take 84
+        # GB, and 10.5 GB on each of 8 processes that share them.
+        copy_nbytes = sum(leaf.num_elements * itemsize(leaf.dtype) for leaf in leaves.values())
+        if free_nbytes is None or copy_nbytes <= free_nbytes // 2:
             # The next training step donates the buffers of the state. All shards must be on the host before this method
             # returns.
             copies = {name: leaf.on_host() for name, leaf in leaves.items()}
@@ -236,14 +240,6 @@ class CheckpointManager:
         start_s = time.monotonic()
         self._save(step, leaves, manifest_fields)
         return FinishedSave(time.monotonic() - start_s)
-
-    def _has_memory_for_copy(self, leaves: Mapping[str, HostLeaf]) -> bool:
-        """Return whether a copy of the leaves takes at most half of the free memory."""
-        free_nbytes = self._free_memory_nbytes()
-        # `num_elements` counts only the shards of this process: 7e9 float32 parameters with two AdamW moments take 84
-        # GB, and 10.5 GB on each of 8 processes that share them.
-        copy_nbytes = sum(leaf.num_elements * itemsize(leaf.dtype) for leaf in leaves.values())
-        return free_nbytes is None or copy_nbytes <= free_nbytes // 2
 
     def _wait_for_save(self) -> None:
         """Wait for the save in the background, and raise its error."""
@@ -336,12 +332,15 @@ class CheckpointManager:
         # Shapes and dtypes are equal in all steps of a run, so a long run plans once. The small files and the step
         # number differ between steps and are added below.
         if self._layout is None or self._layout[0] != stored:
+            shares_objects = self._group.count > 1 and not self._storage.is_on_disk
             plan = plan_training_step(
                 stored,
                 self._start_manifest,
                 request=REQUEST,
                 slab_nbytes=make_budget(MEMORY_NBYTES).slab_nbytes,
-                min_split_nbytes=self._min_split_nbytes(),
+                # Processes write parts of the same file on disk, but not of the same object: in a bucket each chunk
+                # belongs to one process.
+                min_split_nbytes=0 if shares_objects else MIN_SPLIT_NBYTES,
             )
             self._layout = stored, plan
         plan = self._layout[1]
@@ -353,14 +352,6 @@ class CheckpointManager:
         # `_save` has checked that the trainer's keys are none of prep's.
         settings = plan.settings | manifest_fields | Manifest(step=step)
         return replace(plan, small_files=small, settings=settings)
-
-    def _min_split_nbytes(self) -> int:
-        """Return the size per layer below which the shards of a leaf share a chunk."""
-        # Processes write parts of the same file on disk, but not of the same object: in a bucket each chunk belongs to
-        # one process.
-        if self._group.count > 1 and not self._storage.is_on_disk:
-            return 0
-        return MIN_SPLIT_NBYTES
 
 
 @dataclass(slots=True)

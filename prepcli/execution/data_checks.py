@@ -44,8 +44,7 @@ from prepcli.planning.tensors import is_decoded_tensor, itemsize, split_name
 from prepcli.restore.digest_checks import RecordedDigests, checkpoint_of
 from prepcli.sources.source import Source
 from prepcli.sources.tensor_match import not_equal_error
-from prepcli.stores.files import io_error
-from prepcli.stores.output_files import open_no_follow
+from prepcli.stores.files import io_error, open_no_follow
 from prepcli.stores.paths import AnyPath, is_remote, local_copy
 
 # An unfinished output of other bytes is in the way of the same command.

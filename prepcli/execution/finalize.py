@@ -16,8 +16,13 @@ import numpy.typing as npt
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.engine.casts import Scale, parse_stream_digest, report_casts
-from prepcli.engine.checksum_recorder import ChecksumArray, compute_unknown
-from prepcli.engine.digest import UNNAMED_ALGORITHM, TensorDigest, record_digest
+from prepcli.engine.digest import (
+    UNNAMED_ALGORITHM,
+    ChecksumArray,
+    TensorDigest,
+    compute_unknown,
+    record_digest,
+)
 from prepcli.engine.files import Files
 from prepcli.formats.checksums import CHECKSUMS_FILE, encode_checksums
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest, record_file
@@ -39,16 +44,18 @@ from prepcli.planning.manifest_fields import (
     ScaleRecord,
     TensorRecord,
 )
-from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile, Stream
+from prepcli.planning.plan import OutputLeaf, Plan, SmallFile
 from prepcli.planning.tensors import PARAMS, is_quantization_tensor, qualify, split_name
 from prepcli.stores.byte_ranges import map_in_daemon_threads
 from prepcli.stores.files import (
     MAX_LFS_POINTER_NBYTES,
+    check_no_symlinks,
     check_not_lfs_pointer,
     io_error,
     not_regular_error,
+    open_no_follow,
+    write_no_follow,
 )
-from prepcli.stores.output_files import check_no_symlinks, open_no_follow, write_no_follow
 
 # Small files are written from their first byte again, also after an interruption.
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -178,7 +185,12 @@ def write_last_files(
         records[path] = _content_record(content)
     files = dict(sorted(records.items()))
     if not plan.leaves:
-        files = header_records(plan) | files
+        headers: dict[str, FileRecord] = {}
+        for file in plan.files:
+            # The bytes outside of tensors
+            data = b"".join([file.header, *[data for _, data in file.constant_ranges]])
+            headers[file.path] = {"bytes": file.size, "header": record_digest(data)}
+        files = headers | files
     return manifest | Manifest(files=files)
 
 
@@ -241,17 +253,6 @@ def encode_metadata(plan: Plan, compressed: CompressedChunks | None = None) -> d
 def output_path(plan: Plan, path: str) -> str:
     """Return the path in the output of a file of the plan."""
     return PurePosixPath(plan.item, path).as_posix()
-
-
-def header_records(plan: Plan) -> dict[str, FileRecord]:
-    """Return the records of the headers of data files outside of Orbax items, by path."""
-    return {file.path: _header_record(file) for file in plan.files}
-
-
-def _header_record(file: OutputFile) -> FileRecord:
-    """Return the record of a data file: its size, and the digest of its bytes outside of tensors."""
-    constant_bytes = b"".join([file.header, *[data for _, data in file.constant_ranges]])
-    return {"bytes": file.size, "header": record_digest(constant_bytes)}
 
 
 def check_small_files(plan: Plan) -> None:
@@ -342,7 +343,12 @@ def build_manifest(
         manifest |= Manifest(scales=scales)
     manifest |= _tensor_records(plan, digests) | Manifest(dropped=_dropped_records(plan))
     if manifest.quantized:
-        manifest |= Manifest(quantized=_quantized_records(manifest))
+        records: dict[str, QuantizedRecord] = {}
+        for name, record in manifest.quantized.items():
+            # A copy of an init keeps the digest. The first range of rows is the tensor without padding.
+            decoded_digest = record["digest"] or manifest.tensors[name]["digests"][0][2]
+            records[name] = {**record, "digest": decoded_digest}
+        manifest |= Manifest(quantized=records)
     leaves: dict[str, LeafRecord] = {}
     for leaf in plan.leaves:
         leaves[leaf.name] = {
@@ -389,23 +395,6 @@ def _scale_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, ScaleRec
     return records
 
 
-def _quantized_records(manifest: Manifest) -> dict[str, QuantizedRecord]:
-    """Return the records of dequantised weights, with the digests of their values."""
-    records: dict[str, QuantizedRecord] = {}
-    for name, record in manifest.quantized.items():
-        # A copy of an init keeps the digest. The first range of rows is the tensor without padding.
-        decoded_digest = record["digest"] or manifest.tensors[name]["digests"][0][2]
-        records[name] = {**record, "digest": decoded_digest}
-    return records
-
-
-def _is_state(plan: Plan, stream: Stream) -> bool:
-    """Return whether a stream of a folder has scales of quantised weights, or moments."""
-    if plan.settings.quantized:
-        return is_quantization_tensor(stream.name)
-    return plan.settings.training_state is not None
-
-
 def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> Manifest:
     """Return the manifest's records of the written tensors: shape, dtype and digests by row range.
 
@@ -419,7 +408,11 @@ def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> Manifest:
         if not stream.writes and stream.nbytes:
             continue
         slot = PARAMS
-        if plan.item or _is_state(plan, stream):
+        # A folder may have scales of quantised weights, or moments.
+        is_state = plan.settings.training_state is not None
+        if plan.settings.quantized:
+            is_state = is_quantization_tensor(stream.name)
+        if plan.item or is_state:
             slot, _ = split_name(stream.name)
         name = plan.display_names.get(stream.name, stream.name)
         if not slot:

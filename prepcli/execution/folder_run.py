@@ -17,7 +17,7 @@ from prepcli.core.formatting import format_bytes
 from prepcli.core.json_values import JsonObject
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
-from prepcli.engine.checksum_recorder import ChecksumRecorder
+from prepcli.engine.digest import ChecksumRecorder
 from prepcli.engine.files import Files, RunReader
 from prepcli.engine.pipeline import Pipeline, PipelineUnit, SyncPoint
 from prepcli.execution.data_checks import (
@@ -53,8 +53,7 @@ from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.slabs import min_buffer_nbytes
 from prepcli.planning.work_units import WorkUnit, find_folder_units
-from prepcli.stores.files import io_error
-from prepcli.stores.output_files import check_no_symlinks
+from prepcli.stores.files import check_no_symlinks, io_error
 
 # A larger unit has a note of its durable part, so that a kill loses about a second of work.
 LARGE_UNIT_NBYTES = 1 << 30

@@ -36,9 +36,11 @@ from prepcli.execution.run_store import (
     other_run_error,
 )
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.stores.files import MAX_NAME_NBYTES, fsync_path, io_error
-from prepcli.stores.output_files import (
+from prepcli.stores.files import (
+    MAX_NAME_NBYTES,
     check_not_symlink,
+    fsync_path,
+    io_error,
     is_same_file,
     open_no_follow,
     read_no_follow,

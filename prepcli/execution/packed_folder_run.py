@@ -22,7 +22,7 @@ import xxhash
 
 from prepcli.algebra.grids import Chunks, FilePosition
 from prepcli.core.errors import PrepError
-from prepcli.engine.checksum_recorder import compute_unknown
+from prepcli.engine.digest import compute_unknown
 from prepcli.engine.files import Files, RunReader, allocate
 from prepcli.engine.pipeline import MOST_UNSYNCED_NBYTES, SYNC_INTERVAL_S, PipelineUnit
 from prepcli.execution.data_checks import changed_error, file_holes
@@ -39,8 +39,7 @@ from prepcli.planning.slabs import PAGE
 from prepcli.planning.work_units import WorkUnit, find_bucket_units, min_unit_nbytes
 from prepcli.stores.buffers import allocate_buffer
 from prepcli.stores.byte_ranges import RemoteFile
-from prepcli.stores.files import io_error
-from prepcli.stores.output_files import check_no_symlinks, open_no_follow, sync_paths
+from prepcli.stores.files import check_no_symlinks, io_error, open_no_follow, sync_paths
 
 PIECE_NBYTES = 1 << 20
 # A stopped run still compresses complete units for so long, so that less work is lost.

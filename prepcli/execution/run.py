@@ -223,7 +223,14 @@ class ConversionRun(ABC):
         """Write units until all are noted, or the output is published."""
         self.look()
         self.check_earlier_notes()
-        self._begin_progress()
+        total_nbytes = sum(unit.nbytes for unit in self.units)
+        done_nbytes = self._durable_nbytes(self.notes.keys())
+        if done_nbytes and not self.has_begun:
+            sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
+            self.say(f"resuming {self.store.name}: {sizes} are durable")
+        self.pool.progress.begin(self.plan.command, total_nbytes, done_nbytes)
+        self._shows_progress = True
+        self.has_begun = True
         try:
             while len(self.notes) < len(self.units) and not self.store.is_published():
                 units = self.claim_units()
@@ -237,17 +244,16 @@ class ConversionRun(ABC):
         finally:
             self._shows_progress = False
             self.pool.progress.end()
-        self._check_own_units()
-
-    def _begin_progress(self) -> None:
-        total_nbytes = sum(unit.nbytes for unit in self.units)
-        done_nbytes = self._durable_nbytes(self.notes.keys())
-        if done_nbytes and not self.has_begun:
-            sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
-            self.say(f"resuming {self.store.name}: {sizes} are durable")
-        self.pool.progress.begin(self.plan.command, total_nbytes, done_nbytes)
-        self._shows_progress = True
-        self.has_begun = True
+        own = [number for number, note in self.notes.items() if note.writer == self.writer]
+        digests: dict[int, str] = {}
+        for number in own:
+            digests |= self.notes[number].digests
+        try:
+            # The source may have changed while this process read it.
+            self.check_source(digests, self.source_at_join)
+        except BaseException:
+            self.store.delete(f"{DONE_FOLDER}/{number}" for number in own)
+            raise
 
     def look(self) -> None:
         """Read the notes of other processes."""
@@ -371,18 +377,6 @@ class ConversionRun(ABC):
         return LOOK_S + LOOK_S_PER_PROCESS * self.pool.share.count
 
     # Checks
-
-    def _check_own_units(self) -> None:
-        """Raise PrepError if the source has changed while this process read it. Its notes are then deleted."""
-        own = [number for number, note in self.notes.items() if note.writer == self.writer]
-        digests: dict[int, str] = {}
-        for number in own:
-            digests |= self.notes[number].digests
-        try:
-            self.check_source(digests, self.source_at_join)
-        except BaseException:
-            self.store.delete(f"{DONE_FOLDER}/{number}" for number in own)
-            raise
 
     def find_touched(
         self, baseline: SourceState, now: SourceState, notes: Iterable[UnitNote] = ()

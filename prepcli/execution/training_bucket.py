@@ -25,7 +25,7 @@ from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.checkpoint_store import HostLeaf, HostLeafReader, HostShard
-from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
+from prepcli.engine.digest import ChecksumArray, ChecksumRecorder
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.execution.bucket_store import NUM_THREADS
@@ -321,7 +321,8 @@ class BucketStep:
         leaves: list[HostLeaf] = []
         for name, leaf in self.save.leaves.items():
             if name in shards:
-                leaves.append(_fetched_leaf(leaf, shards[name]))
+                fetched = [HostShard(box, partial(np.asarray, data)) for box, data in shards[name]]
+                leaves.append(replace(leaf, shards=tuple(fetched)))
             else:
                 leaves.append(leaf)
         plan = self.plan
@@ -405,12 +406,6 @@ def _fetch_shards(name: str, leaf: HostLeaf) -> Shards:
                 f"a shard of {name} was fetched as {values.shape} {values.dtype}, not {shape}"
             )
     return shards
-
-
-def _fetched_leaf(leaf: HostLeaf, shards: Shards) -> HostLeaf:
-    """Return the leaf with fetched shards."""
-    fetched = [HostShard(box, partial(np.asarray, values)) for box, values in shards]
-    return replace(leaf, shards=tuple(fetched))
 
 
 def _chunk_bytes(leaf: OutputLeaf, index: ChunkIndex, shards: Shards) -> ByteArray:

@@ -18,7 +18,7 @@ from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeafReader, write_shards
-from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
+from prepcli.engine.digest import ChecksumArray, ChecksumRecorder
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import Pipeline
 from prepcli.execution.finalize import encode_metadata, finalize_folder
@@ -39,8 +39,7 @@ from prepcli.execution.training_storage import (
 from prepcli.formats.manifest import RECREATE_HINT
 from prepcli.formats.run_steps import RECIPE_FILE, saved_steps, step_folder
 from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.stores.files import fsync_path, io_error
-from prepcli.stores.output_files import remove_path
+from prepcli.stores.files import fsync_path, io_error, remove_path
 
 LOCK = ".lock"
 NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)

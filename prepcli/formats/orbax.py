@@ -60,8 +60,7 @@ from prepcli.planning.item_storage import (
     ItemStorage,
 )
 from prepcli.planning.libraries import LIBRARIES
-from prepcli.stores.files import list_folder, read_small_file
-from prepcli.stores.output_files import write_no_follow
+from prepcli.stores.files import list_folder, read_small_file, write_no_follow
 from prepcli.stores.paths import AnyPath, PathT
 
 STRINGS_FILE = "_strings.json"

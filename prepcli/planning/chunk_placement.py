@@ -138,7 +138,13 @@ def place_chunk_files(pieces: Iterable[LeafPiece]) -> ChunkLayout:
         first, stop = piece.chunk_group
         key = (piece.leaf_name, first)
         if key not in groups:
-            groups[key] = _place_group_in_files(layout, piece, first, stop)
+            positions: dict[ChunkIndex, FilePosition] = {}
+            for index in itertools.product(*map(range, first, stop)):
+                positions[index] = len(layout.file_sizes), 0
+                layout.file_sizes.append(piece.chunk_nbytes)
+            boxes = layout.placed_chunks.setdefault(piece.leaf_name, [])
+            boxes += single_chunks(positions, piece.chunk_nbytes)
+            groups[key] = ChunkTable.from_positions(first, stop, positions)
         layout.locations.append(piece.location(groups[key]))
     return layout
 
@@ -168,19 +174,6 @@ def _place_chunk_group(
         chunks = StridedChunks(file, start, first, strides(counts, nbytes))
     layout.file_sizes[-1] = chunks.offset + math.prod(counts) * nbytes
     return chunks
-
-
-def _place_group_in_files(
-    layout: ChunkLayout, piece: LeafPiece, first: ChunkIndex, stop: ChunkIndex
-) -> ChunkTable:
-    """Append one file for each chunk of a group (`chunk_group`)."""
-    positions: dict[ChunkIndex, FilePosition] = {}
-    for index in itertools.product(*map(range, first, stop)):
-        positions[index] = len(layout.file_sizes), 0
-        layout.file_sizes.append(piece.chunk_nbytes)
-    boxes = layout.placed_chunks.setdefault(piece.leaf_name, [])
-    boxes += single_chunks(positions, piece.chunk_nbytes)
-    return ChunkTable.from_positions(first, stop, positions)
 
 
 def aligned_offset(end: int, nbytes: int) -> int:

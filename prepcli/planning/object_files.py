@@ -308,21 +308,16 @@ def _leaf_groups(plan: Plan, leaf_names: Sequence[str], holders: Holders) -> Ite
     sizes = {leaf.name: math.prod(leaf.grid.shape) for leaf in plan.leaves}
     for group, numbers in streams.items():
         names = tuple(names_by_group[group])
-        owner = _owner_process({name: sizes[name] for name in names}, holders)
-        yield LeafGroup(names, tuple(numbers), owner)
-
-
-def _owner_process(sizes: Mapping[str, int], holders: Holders) -> int | None:
-    """Return the process that holds all elements of the given leaves, or None if there is none."""
-    candidates: set[int] | None = None
-    for name, size in sizes.items():
-        owners: set[int] = set()
-        for process, boxes in holders.get(name, {}).items():
-            # Boxes of one process do not overlap, so that volumes that add up to the leaf cover it.
-            if sum(map(volume, boxes)) == size:
-                owners.add(process)
-        candidates = owners if candidates is None else candidates & owners
-    return min(candidates or (), default=None)
+        # Processes with all elements of the leaves so far
+        owners: set[int] | None = None
+        for name in names:
+            leaf_owners: set[int] = set()
+            for process, boxes in holders.get(name, {}).items():
+                # Boxes of one process do not overlap, so that volumes that add up to the leaf cover it.
+                if sum(map(volume, boxes)) == sizes[name]:
+                    leaf_owners.add(process)
+            owners = leaf_owners if owners is None else owners & leaf_owners
+        yield LeafGroup(names, tuple(numbers), min(owners or (), default=None))
 
 
 def _chunk_indices(

@@ -138,7 +138,14 @@ def open_base_adapter(path: Path, source: Source) -> BaseAdapter:
     tensors: list[SourceTensor] = []
     scales: dict[str, float] = {}
     for tensor in adapter.tensors:
-        renamed = _name_in_base(tensor.name, source, modules)
+        # Another tensor may be the weight of a module that was trained as a whole.
+        module = tensor.name.rpartition(".")[0]
+        if match := MATRIX_NAME.fullmatch(tensor.name):
+            module = match["module"]
+        target = modules.get(module) or modules.get(_module_key(module, source))
+        renamed = tensor.name
+        if target is not None:
+            renamed = f"{target}{tensor.name.removeprefix(module)}"
         if renamed in names:
             why = (
                 f"{names[renamed]} and {tensor.name} belong to one tensor of {source.display_name}"
@@ -183,19 +190,6 @@ def _module_key(name: str, source: Source) -> str:
     _, rest = split_wrappers(name, source.family)
     first, *others = rest.split(".")
     return ".".join([first, *(part for part in others if part != VISION_WRAPPER)])
-
-
-def _name_in_base(name: str, source: Source, modules: Mapping[str, str]) -> str:
-    """Return the name of an adapter's tensor with the base's name of its module. Other names stay."""
-    match = MATRIX_NAME.fullmatch(name)
-    # Another tensor may be the weight of a module that was trained as a whole.
-    module = name.rpartition(".")[0]
-    if match is not None:
-        module = match["module"]
-    target = modules.get(module) or modules.get(_module_key(module, source))
-    if target is None:
-        return name
-    return f"{target}{name.removeprefix(module)}"
 
 
 def _whole_tensors(

@@ -156,7 +156,17 @@ def build_streams(
     Raises:
         UsageError: Multi-token prediction has an embedding or a head that would not fit the resized vocabulary.
     """
-    _check_resized(source, targets, resize)
+    has_new_tokens = resize.added_count > 0
+    for tensor in source.all_tensors:
+        target = targets.get(tensor.name)
+        if target is None or tensor.name not in resize.tensors:
+            continue
+        if has_new_tokens or target.rows != tensor.shape[0]:
+            # A tensor of multi-token prediction may not keep its rows while the other ones are resized.
+            check_prediction_rows(
+                source, resize.tensors, target.rows, has_new_tokens=has_new_tokens
+            )
+            break
     streams: list[Stream] = []
     for tensor in source.all_tensors:
         target = targets.get(tensor.name)
@@ -180,22 +190,6 @@ def build_streams(
                 )
             )
     return tuple(streams)
-
-
-def _check_resized(
-    source: Source, targets: Mapping[str, TensorTarget], resize: VocabResize
-) -> None:
-    """Raise UsageError if a vocabulary tensor would keep its rows while the other ones are resized."""
-    for tensor in source.all_tensors:
-        target = targets.get(tensor.name)
-        if target is None or tensor.name not in resize.tensors:
-            continue
-        has_new_tokens = resize.added_count > 0
-        if has_new_tokens or target.rows != tensor.shape[0]:
-            check_prediction_rows(
-                source, resize.tensors, target.rows, has_new_tokens=has_new_tokens
-            )
-            return
 
 
 def _vocab_streams(

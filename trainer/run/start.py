@@ -67,7 +67,7 @@ from prepcli.targets.hf_folder import (
     tokenizer_folder,
     with_tokenizer,
 )
-from prepcli.targets.training_step import StartModel
+from prepcli.targets.orbax_item import StartModel
 from trainer.planning.config_overrides import override_fields
 from trainer.planning.model_shapes import PlannedModel, model_of_config, recipe_config
 from trainer.recipe import Recipe

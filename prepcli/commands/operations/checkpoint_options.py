@@ -134,18 +134,6 @@ def checkpoint_access(common: CommonOptions, observer: Observer) -> Access:
     return make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
 
 
-def _read_lock(common: CommonOptions, checkpoint: str) -> tuple[Lock | None, str | None]:
-    """Return the lock of the options, if any, and the revision of the checkpoint to read."""
-    if common.lock is None:
-        return None, common.revision
-    # Only conversions with a lock need the models of lock files, which pydantic builds at import.
-    from prepcli.formats.lock_file import read_lock
-    from prepcli.sources.recorded_sources import pinned_revision
-
-    lock = read_lock(common.lock)
-    return lock, pinned_revision(checkpoint, common.revision, lock)
-
-
 def open_checkpoint(
     common: CommonOptions,
     observer: Observer,
@@ -185,7 +173,15 @@ def open_checkpoint(
         copied_files=common.copied_files,
         strict=common.strict,
     )
-    lock, revision = _read_lock(common, checkpoint)
+    lock: Lock | None = None
+    revision = common.revision
+    if common.lock is not None:
+        # Only conversions with a lock need the models of lock files, which pydantic builds at import.
+        from prepcli.formats.lock_file import read_lock
+        from prepcli.sources.recorded_sources import pinned_revision
+
+        lock = read_lock(common.lock)
+        revision = pinned_revision(checkpoint, revision, lock)
     located = locate(checkpoint, revision, step=common.step, access=access)
     if isinstance(source_folder := located.manifest_folder, Path):
         # A source may be an output of prep. A kill after its rename leaves its work folder, removed at the next use.

@@ -26,7 +26,6 @@ from prepcli.core.errors import (
     Command,
     Option,
     PrepError,
-    UsageError,
     join_texts,
     text,
     usage_error,
@@ -421,7 +420,15 @@ def check_output_paths(plan: Plan) -> None:
     if plan.storage.has_chunk_files:
         for leaf in plan.leaves:
             if fault := name_fault(leaf.name):
-                raise _folder_name_error(plan, leaf.name, fault)
+                raise usage_error(
+                    text(
+                        "{} cannot store {}",
+                        Option("storage", plan.settings.get("storage")),
+                        quote_name(leaf.name),
+                    ),
+                    f"each array is a folder of its name, and {fault}",
+                    text("{} has no such limit", Option("storage", "ocdbt")),
+                )
     paths: list[tuple[str, ...]] = []
     for path in _planned_paths(plan):
         parts = tuple(path.split("/"))
@@ -436,7 +443,14 @@ def check_output_paths(plan: Plan) -> None:
     # After sorting, a path comes directly before the first path below it, e.g. (x), (x, y), (z).
     for first, second in itertools.pairwise(sorted(paths)):
         if second[: len(first)] == first:
-            raise _shared_path_error(plan, "/".join(first), "/".join(second))
+            first_path, second_path = quote_name("/".join(first)), quote_name("/".join(second))
+            what = f"two files of the output would have the name {first_path}"
+            if first != second:
+                what = f"{first_path} would be a file of the output, and the folder of another one"
+            hint = "rename the file in the source"
+            if plan.storage.has_chunk_files:
+                hint = text("{} makes no folder for an array", Option("storage", "ocdbt"))
+            raise PrepError(what, f"the other one is {second_path}", hint)
 
 
 def _planned_paths(plan: Plan) -> Iterator[str]:
@@ -453,24 +467,3 @@ def _planned_paths(plan: Plan) -> Iterator[str]:
     data_files = () if plan.storage.has_chunk_files else plan.files
     for file in (*data_files, *plan.small_files):
         yield "/".join((*PurePosixPath(plan.item).parts, file.path))
-
-
-def _folder_name_error(plan: Plan, name: str, fault: str) -> UsageError:
-    """Return the error for a leaf with a name that cannot be the name of its folder."""
-    option = Option("storage", plan.settings.get("storage"))
-    return usage_error(
-        text("{} cannot store {}", option, quote_name(name)),
-        f"each array is a folder of its name, and {fault}",
-        text("{} has no such limit", Option("storage", "ocdbt")),
-    )
-
-
-def _shared_path_error(plan: Plan, first: str, second: str) -> PrepError:
-    """Return the error for two files of which the first has the path of the second, or of a folder above it."""
-    what = f"two files of the output would have the name {quote_name(first)}"
-    if first != second:
-        what = f"{quote_name(first)} would be a file of the output, and the folder of another one"
-    hint = "rename the file in the source"
-    if plan.storage.has_chunk_files:
-        hint = text("{} makes no folder for an array", Option("storage", "ocdbt"))
-    return PrepError(what, f"the other one is {quote_name(second)}", hint)

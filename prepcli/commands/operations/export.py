@@ -62,7 +62,6 @@ from prepcli.planning.manifest_fields import Manifest, MergedAdapter
 from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.planning.work_units import requested_share
 from prepcli.restore.digest_checks import sample_digest
-from prepcli.sources.folders import Access
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import CONTENT_KEY
 from prepcli.sources.maps import TensorMap
@@ -450,7 +449,13 @@ def _write_merged(
     check_base = options["verify"] and not opened.common.dry_run
     # An export removes the padding of the vocabulary. A merge changes only the tensors of the adapter.
     copy_options = with_defaults(ExportOptions, {"keep_padding": True})
-    source = _with_towers(copy_options, source, access, check_digest=check_base)
+    try:
+        # A training step of a multimodal model has the towers of its start model.
+        source = select_parts(copy_options, source, access, check_digest=check_base)
+    except PrepError as error:
+        export_step = Command("export", source.display_name, Option("towers", "CHECKPOINT"))
+        hint = text("{} writes a base with towers", export_step)
+        raise PrepError(error.what, error.why, hint) from error
     adapter = open_base_adapter(adapter_path, source)
     if source.family.is_verbatim and adapter.settings.fan_in_fan_out:
         what = f"{source.display_name} is not supported as a base of {adapter_path}"
@@ -490,18 +495,6 @@ def _write_merged(
         fields={**report_fields(copy_options, draft, placed), "merged": merged},
         source_view=source_view,
     )
-
-
-def _with_towers(
-    options: ExportOptions, source: Source, access: Access, *, check_digest: bool
-) -> Source:
-    """Return the base. A training step of a multimodal model has the towers of its start model."""
-    try:
-        return select_parts(options, source, access, check_digest=check_digest)
-    except PrepError as error:
-        export_step = Command("export", source.display_name, Option("towers", "CHECKPOINT"))
-        hint = text("{} writes a base with towers", export_step)
-        raise PrepError(error.what, error.why, hint) from error
 
 
 def _check_base(adapter: Path, source: Source) -> None:

@@ -37,7 +37,7 @@ from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import HF_FOLDER, Source
 from prepcli.targets.hf_folder import copied_small_files, settings_files
-from prepcli.targets.training_step import plan_training_step
+from prepcli.targets.orbax_item import plan_training_step
 from trainer.run.params import init_random_params, load_verbatim_params, model_of_config
 from trainer.run.start import start_manifest, stored_towers
 

@@ -31,7 +31,7 @@ from prepcli.stores import byte_ranges, object_store, paths
 from prepcli.stores.addresses import parse_url
 from prepcli.stores.byte_ranges import LOCK_FILE, RetryPolicy
 from prepcli.stores.object_store import Bucket
-from prepcli.targets.training_step import plan_training_step
+from prepcli.targets.orbax_item import plan_training_step
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.thread_groups import run_together

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.stores.output_files import (
+from prepcli.stores.files import (
     SYNC_THREADS,
     check_no_symlinks,
     open_no_follow,
