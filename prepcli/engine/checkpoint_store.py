@@ -15,7 +15,7 @@ import numpy as np
 
 from prepcli.algebra.boxes import Box, slices
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.engine.digest import ChecksumRecorder
+from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import PAGE, Files
 from prepcli.engine.fills import numpy_dtype
 from prepcli.planning.chunk_placement import shard_copies

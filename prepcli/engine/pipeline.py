@@ -21,7 +21,8 @@ from prepcli.core.observer import Progress
 from prepcli.core.worker_thread import WorkerThread, wait_for_threads
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
 from prepcli.engine.casts import StreamDigest, ValueTransform
-from prepcli.engine.digest import EMPTY_TENSOR_DIGEST, ChecksumRecorder, TensorDigest
+from prepcli.engine.checksum_recorder import ChecksumRecorder
+from prepcli.engine.digest import EMPTY_TENSOR_DIGEST, TensorDigest
 from prepcli.engine.files import PAGE, Files, RunReader, RunWriter
 from prepcli.engine.fills import FillGenerator, mean_source_number
 from prepcli.engine.permute import gather, needs_permute, scatter, threads

@@ -16,13 +16,8 @@ import numpy.typing as npt
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.engine.casts import Scale, parse_stream_digest, report_casts
-from prepcli.engine.digest import (
-    UNNAMED_ALGORITHM,
-    ChecksumArray,
-    TensorDigest,
-    compute_unknown,
-    record_digest,
-)
+from prepcli.engine.checksum_recorder import ChecksumArray, compute_unknown
+from prepcli.engine.digest import UNNAMED_ALGORITHM, TensorDigest, record_digest
 from prepcli.engine.files import Files
 from prepcli.formats.checksums import CHECKSUMS_FILE, encode_checksums
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest, record_file

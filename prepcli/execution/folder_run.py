@@ -17,7 +17,7 @@ from prepcli.core.formatting import format_bytes
 from prepcli.core.json_values import JsonObject
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
-from prepcli.engine.digest import ChecksumRecorder
+from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import Files, RunReader
 from prepcli.engine.pipeline import Pipeline, PipelineUnit, SyncPoint
 from prepcli.execution.data_checks import (

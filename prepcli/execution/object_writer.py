@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.engine.digest import ChecksumRecorder
+from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.object_assembler import ObjectAssembler, Piece, PieceLimits
 from prepcli.execution.finalize import output_path
 from prepcli.execution.run_store import UnitNote

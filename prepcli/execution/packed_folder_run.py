@@ -22,7 +22,7 @@ import xxhash
 
 from prepcli.algebra.grids import Chunks, FilePosition
 from prepcli.core.errors import PrepError
-from prepcli.engine.digest import compute_unknown
+from prepcli.engine.checksum_recorder import compute_unknown
 from prepcli.engine.files import Files, RunReader, allocate
 from prepcli.engine.pipeline import MOST_UNSYNCED_NBYTES, SYNC_INTERVAL_S, PipelineUnit
 from prepcli.execution.data_checks import changed_error, file_holes

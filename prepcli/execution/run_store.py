@@ -35,7 +35,8 @@ import numpy as np
 
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.json_values import JsonObject, load_json
-from prepcli.engine.digest import CHECKSUM_DTYPE, EMPTY_TENSOR_DIGEST, ChecksumArray, record_digest
+from prepcli.engine.checksum_recorder import ChecksumArray
+from prepcli.engine.digest import CHECKSUM_DTYPE, EMPTY_TENSOR_DIGEST, record_digest
 from prepcli.engine.pipeline import StreamPrefix
 from prepcli.planning.plan import Plan
 from prepcli.stores.byte_ranges import RemoteFile

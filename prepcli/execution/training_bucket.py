@@ -25,7 +25,7 @@ from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.checkpoint_store import HostLeaf, HostLeafReader, HostShard
-from prepcli.engine.digest import ChecksumArray, ChecksumRecorder
+from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.execution.bucket_store import NUM_THREADS

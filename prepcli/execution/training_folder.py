@@ -18,7 +18,7 @@ from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeafReader, write_shards
-from prepcli.engine.digest import ChecksumArray, ChecksumRecorder
+from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import Pipeline
 from prepcli.execution.finalize import encode_metadata, finalize_folder

@@ -27,7 +27,7 @@ from prepcli.core.observer import NullProgress
 from prepcli.core.process_group import ProcessGroup
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeaf
-from prepcli.engine.digest import ChecksumArray, ChecksumRecorder
+from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.files import RunReader
 from prepcli.execution.data_checks import StreamReader
 from prepcli.execution.run import digest_plan, make_run_identity

@@ -10,8 +10,9 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
+from prepcli.core.observer import NullProgress
 from prepcli.execution.checkpoint_manager import CheckpointManager
-from prepcli.execution.hub_push import _file_names
+from prepcli.execution.hub_push import PushTarget, push_folder
 from tests.helpers.run_cli import exported_tensors, run_failing, run_ok
 from tests.helpers.tiny_checkpoints import assert_same, make_checkpoint, read_tensors
 
@@ -101,7 +102,6 @@ def test_link_created_after_planning_is_rejected(monkeypatch: pytest.MonkeyPatch
 
 def test_push_rejects_links_to_outside():
     folder = Path("m")
-    assert "tokenizer_config.json" in _file_names(folder)
     (folder / "notes.txt").symlink_to("../secret")
     with pytest.raises(PrepError, match=r"notes\.txt is a link to \.\./secret"):
-        _file_names(folder)
+        push_folder(folder, PushTarget("owner/name"), progress=NullProgress())

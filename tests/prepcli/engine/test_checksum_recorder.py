@@ -15,8 +15,9 @@ from prepcli.algebra.axis_map import AxisMap
 from prepcli.algebra.grids import ChunkGrid, StridedChunks
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.observer import NullProgress
-from prepcli.engine import digest
-from prepcli.engine.digest import ChecksumRecorder, block_checksum, compute_unknown
+from prepcli.engine import checksum_recorder
+from prepcli.engine.checksum_recorder import ChecksumRecorder, compute_unknown
+from prepcli.engine.digest import block_checksum
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import Pipeline
 from prepcli.planning import arrays as stored_arrays
@@ -62,7 +63,7 @@ def test_recorder_matches_the_files(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stored_arrays, "BLOCK_NBYTES", block_nbytes)
-        patch.setattr(digest, "MIN_RUN_NBYTES", 0)
+        patch.setattr(checksum_recorder, "MIN_RUN_NBYTES", 0)
         extents, paths = plan_extents(save_plan), save_plan.data_files(folder)
         recorder = ChecksumRecorder(extents)
         with (
