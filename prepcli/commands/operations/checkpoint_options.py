@@ -134,6 +134,37 @@ def checkpoint_access(common: CommonOptions, observer: Observer) -> Access:
     return make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
 
 
+def _read_lock(common: CommonOptions, checkpoint: str) -> tuple[Lock | None, str | None]:
+    """Return the lock of the options, if any, and the revision of the checkpoint to read."""
+    if common.lock is None:
+        return None, common.revision
+    # Only conversions with a lock need the models of lock files, which pydantic builds at import.
+    from prepcli.formats.lock_file import read_lock
+    from prepcli.sources.recorded_sources import pinned_revision
+
+    lock = read_lock(common.lock)
+    return lock, pinned_revision(checkpoint, common.revision, lock)
+
+
+def _apply_lock(
+    source: Source, lock: Lock, common: CommonOptions, located: LocatedCheckpoint
+) -> Source:
+    """Return a source whose files and tensors are checked against a lock."""
+    from prepcli.sources.recorded_sources import apply_lock
+
+    commit = located.files.commit
+    is_mapped = common.tensor_map is not None
+    return apply_lock(source, lock, str(common.lock), commit, is_mapped=is_mapped)
+
+
+def _note_unread(source: Source, observer: Observer) -> None:
+    """Note what a command does not read or check of an output of prep."""
+    if source.manifest is not None:
+        note_missing_file_digests(source.display_name, source.manifest, observer)
+    if UNREAD_STATE in source.extra_entries:
+        observer.warn(f"the training state of {source.display_name} is not read: it is on the hub")
+
+
 def open_checkpoint(
     common: CommonOptions,
     observer: Observer,
@@ -166,22 +197,14 @@ def open_checkpoint(
     is_decoded = common.quantized in ("dequantize", "decode")
     is_kept = _keeps_codes(common)
     access = replace(
-        make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True),
+        checkpoint_access(common, observer),
         allow_adapters=allow_adapters,
         allow_quantized=is_decoded or is_kept,
         allow_gguf=is_decoded or common.quantized == "stored",
         copied_files=common.copied_files,
         strict=common.strict,
     )
-    lock: Lock | None = None
-    revision = common.revision
-    if common.lock is not None:
-        # Only conversions with a lock need the models of lock files, which pydantic builds at import.
-        from prepcli.formats.lock_file import read_lock
-        from prepcli.sources.recorded_sources import pinned_revision
-
-        lock = read_lock(common.lock)
-        revision = pinned_revision(checkpoint, revision, lock)
+    lock, revision = _read_lock(common, checkpoint)
     located = locate(checkpoint, revision, step=common.step, access=access)
     if isinstance(source_folder := located.manifest_folder, Path):
         # A source may be an output of prep. A kill after its rename leaves its work folder, removed at the next use.
@@ -214,16 +237,9 @@ def open_checkpoint(
         check_verbatim(source)
     if notes_names and source.family.is_verbatim:
         note_file_names(common, source, observer)
-    if source.manifest is not None:
-        note_missing_file_digests(source.display_name, source.manifest, observer)
-    if UNREAD_STATE in source.extra_entries:
-        observer.warn(f"the training state of {source.display_name} is not read: it is on the hub")
+    _note_unread(source, observer)
     if lock is not None:
-        from prepcli.sources.recorded_sources import apply_lock
-
-        is_mapped = tensor_map is not None
-        commit = located.files.commit
-        source = apply_lock(source, lock, str(common.lock), commit, is_mapped=is_mapped)
+        source = _apply_lock(source, lock, common, located)
     if common.drop:
         source = drop_tensors(source, common.drop)
     return located, use_averaged_params(source) if common.ema else source

@@ -50,7 +50,7 @@ from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.object_files import plan_object_files
 from prepcli.planning.plan import Plan
-from prepcli.planning.work_units import requested_share
+from prepcli.planning.work_units import Share, requested_share
 from prepcli.sources.locate import LocatedCheckpoint, check_stream
 from prepcli.sources.source import Source
 from prepcli.sources.vocabulary_tensors import prediction_vocabulary
@@ -115,57 +115,35 @@ class OpenedConversion:
         command = f"{self.command} {arguments}".rstrip()
         line = format_command_line(command, source.display_name, options, recorded_values(values))
         plan = make_plan(draft, placed, command=self.command, request=line, name=name)
+        plan = self._with_origin(plan)
         check_index_size(plan)
-        settings = plan.settings | (source.manifest or NO_MANIFEST).earlier_drops
-        if origin := origin_record(source.manifest, self.located.files.commit):
-            settings |= Manifest(origin=origin)
-        plan = replace(plan, settings=settings)
         check_output_paths(plan)
         out = parse_out_url(self.common.out) or self.common.out or Path(out_name or name)
         check_output_location(out, source)
         if not isinstance(out, Path):
             # The objects of a bucket are written from memory.
             plan = plan_object_files(plan)
-        not_computed = _note_plan(plan, notes, source, self.observer)
-        details: dict[str, Any] = {
-            "source": {
-                "name": source.display_name,
-                "revision": self.located.files.commit,
-                "files": len(source.files),
-                "bytes": sum(stamp.size for stamp in source.file_stamps),
-            },
-            **fields,
-            "plan_digest": digest_plan(plan),
-            "accounting": _accounting(plan),
-            "chunks": plan.chunk_count,
-            "casts": report_casts(plan.streams),
-            "not_computed": not_computed,
-        }
+        details = self._plan_fields(plan, {**fields, "plan_digest": digest_plan(plan)})
+        details["not_computed"] = _note_plan(plan, notes, source, self.observer)
         result = ConversionResult()
         if self.common.dry_run:
             details = {"output": str(out), "dry_run": True, **details}
         else:
             with self._open_pool() as pool:
-                run = _open_run(
-                    ExecutionRequest(
-                        plan=plan,
-                        plan_digest=details["plan_digest"],
-                        source=source_view or draft.source,
-                        pool=pool,
-                        options=self.common,
-                        say=self.observer.note,
-                    ),
-                    out,
+                request = ExecutionRequest(
+                    plan=plan,
+                    plan_digest=details["plan_digest"],
+                    source=source_view or draft.source,
+                    pool=pool,
+                    options=self.common,
+                    say=self.observer.note,
                 )
+                run = _open_run(request, out)
                 result = run.run()
                 manifest = run.read_manifest()
             num_changed = sum(cast.get("changed", 0) for cast in manifest.casts)
             details["accounting"]["changed_values"] = num_changed
-            details |= self._report(plan, out, result, manifest)
-            if pool.share.count > 1:
-                processes = {"count": pool.share.count, "index": pool.share.index}
-                processes["workers"] = self.common.process_options.num_workers
-                details["processes"] = processes
+            details |= self._report(plan, out, result, manifest, pool.share)
         return Conversion(
             path=Path(str(out)),
             bytes_read=result.read_nbytes,
@@ -179,6 +157,30 @@ class OpenedConversion:
             next_command=next_command.replace(OUT_PLACEHOLDER, shlex.quote(str(out))),
             warnings=tuple(self.observer.warnings),
         )
+
+    def _with_origin(self, plan: Plan) -> Plan:
+        """Return the plan with the identity of its source in the manifest of the output, and with its earlier drops."""
+        manifest = self.source.manifest
+        settings = plan.settings | (manifest or NO_MANIFEST).earlier_drops
+        if origin := origin_record(manifest, self.located.files.commit):
+            settings |= Manifest(origin=origin)
+        return replace(plan, settings=settings)
+
+    def _plan_fields(self, plan: Plan, fields: Mapping[str, object]) -> dict[str, Any]:
+        """Return the fields of the source and the plan for JSON, around those of the command."""
+        source = self.source
+        return {
+            "source": {
+                "name": source.display_name,
+                "revision": self.located.files.commit,
+                "files": len(source.files),
+                "bytes": sum(stamp.size for stamp in source.file_stamps),
+            },
+            **fields,
+            "accounting": _accounting(plan),
+            "chunks": plan.chunk_count,
+            "casts": report_casts(plan.streams),
+        }
 
     def _open_pool(self) -> WorkerPool:
         """Return the workers of this process, with its share of the plan."""
@@ -199,6 +201,7 @@ class OpenedConversion:
         out: Path | ObjectStoreUrl,
         result: ConversionResult,
         manifest: Manifest,
+        share: Share,
     ) -> dict[str, object]:
         """Note the casts, the time and the compression of a written output, and return their JSON fields."""
         memory_nbytes = self.common.memory_nbytes
@@ -232,8 +235,7 @@ class OpenedConversion:
             }
             sizes = f"{format_bytes(raw)} compressed to {format_bytes(stored)}"
             observer.note(f"{sizes}, {ratio:.2f} x, with {manifest.compress}")
-        return {
-            **details,
+        details |= {
             "output": str(out),
             "casts": manifest.casts,
             "already": result.already_done,
@@ -246,6 +248,13 @@ class OpenedConversion:
             "memory": {"budget": memory_nbytes, "peak": result.peak_nbytes},
             "time": {stage: round(seconds, 3) for stage, seconds in result.seconds.items()},
         }
+        if share.count > 1:
+            processes = {"count": share.count, "index": share.index}
+            details["processes"] = {
+                **processes,
+                "workers": self.common.process_options.num_workers,
+            }
+        return details
 
 
 def open_conversion(
