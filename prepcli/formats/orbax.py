@@ -257,7 +257,18 @@ def read_item(folder: AnyPath) -> OrbaxItem:
     Raises:
         PrepError: The metadata is invalid, or the storage is not supported.
     """
-    metadata_file = _require_item(folder)
+    for part in folder.absolute().parts:
+        if _UNFINISHED_MARK in part:
+            what = f"{folder} is a checkpoint that Orbax did not finish"
+            hint = "use an earlier step, or save it again"
+            raise PrepError(what, f"its folder is {part}", hint)
+    # Raises an error for a folder that does not exist or cannot be read.
+    list_folder(folder)
+    metadata_file = item_metadata_file(folder)
+    if metadata_file is None:
+        what = f"{folder} is not an Orbax checkpoint"
+        hint = f"pass the folder that contains {METADATA_FILE}, e.g. STEP/default"
+        raise PrepError(what, f"it has no {METADATA_FILE}", hint)
     if metadata_file == LEVANTER_METADATA_FILE:
         all_leaves, values, is_complete = _read_levanter_tree(folder)
     else:
@@ -301,23 +312,6 @@ def read_item(folder: AnyPath) -> OrbaxItem:
         unlisted_names=tuple(sorted(values.by_name)),
         metadata_digest=record_digest(b"".join([*metadata, *documents])),
     )
-
-
-def _require_item(folder: AnyPath) -> str:
-    """Return the name of the metadata file of an item. Raise PrepError if the folder is not a finished item."""
-    for part in folder.absolute().parts:
-        if _UNFINISHED_MARK in part:
-            what = f"{folder} is a checkpoint that Orbax did not finish"
-            hint = "use an earlier step, or save it again"
-            raise PrepError(what, f"its folder is {part}", hint)
-    # Raises an error for a folder that does not exist or cannot be read.
-    list_folder(folder)
-    metadata_file = item_metadata_file(folder)
-    if metadata_file is None:
-        what = f"{folder} is not an Orbax checkpoint"
-        hint = f"pass the folder that contains {METADATA_FILE}, e.g. STEP/default"
-        raise PrepError(what, f"it has no {METADATA_FILE}", hint)
-    return metadata_file
 
 
 def _read_orbax_tree(folder: AnyPath) -> _StoredTree:

@@ -37,8 +37,12 @@ def saved_steps(run: AnyPath) -> list[int]:
         return []
     except OSError as error:
         raise unreadable_error(run, error) from error
-    names = [name for name in children if STEP_NAME.fullmatch(name)]
-    return sorted(int(name) for name in names if _is_step(run / name))
+    steps: list[int] = []
+    for name in filter(STEP_NAME.fullmatch, children):
+        has_item = (run / name / STATE_ITEM / METADATA_FILE).is_file()
+        if has_item and (run / name / MANIFEST_FILE).is_file():
+            steps.append(int(name))
+    return sorted(steps)
 
 
 def is_begun_run(names: Collection[str]) -> bool:
@@ -51,10 +55,6 @@ def no_step_error(run: str) -> PrepError:
     hint = text("{} continues it", Command("train", "RECIPE", Option("out", run)))
     why = "a run is a checkpoint from its first saved step on"
     return PrepError(f"no step of the run {run} is saved yet", why, hint)
-
-
-def _is_step(folder: AnyPath) -> bool:
-    return (folder / MANIFEST_FILE).is_file() and (folder / STATE_ITEM / METADATA_FILE).is_file()
 
 
 # Name of a metric, number of evaluated sequences, and stride: only values of equal groups are compared.

@@ -184,7 +184,22 @@ class TorchArchive:
             raise ValueError(_NOT_BUILT)
         if not num_args <= len(call.args) <= max(num_args, 6) + 1:
             raise ValueError(_NOT_BUILT)
-        key, dtype, num_elements = _parse_storage(call.args[0])
+        storage = call.args[0]
+        key = storage.persistent_id if isinstance(storage, PersistentRef) else None
+        if not isinstance(key, tuple) or len(key) not in (5, 6) or key[0] != "storage":
+            raise ValueError("it refers to an object that is not a storage")
+        storage_type = key[1]
+        dtype = (
+            STORAGES.get(storage_type.qualified_name)
+            if isinstance(storage_type, PickledName)
+            else None
+        )
+        if dtype is None or not isinstance(key[2], str):
+            raise ValueError("it refers to a storage of an unknown type")
+        if len(key) == 6 and key[5] is not None:
+            what = "it refers to a part of a storage"
+            raise ValueError(f"{what} (a format of very old versions of PyTorch)")
+        key, dtype, num_elements = (key[2], dtype, _parse_count(key[4]))
         storage_nbytes = num_elements * itemsize(dtype)
         if num_args == 7:
             stored_dtype = call.args[6]
@@ -255,23 +270,6 @@ def _unwrap_parameter(value: object) -> PickledCall:
     raise ValueError(_NOT_BUILT)
 
 
-def _parse_storage(value: object) -> tuple[str, str, int]:
-    """Return key, dtype (`uint8` for an untyped storage) and number of elements of a storage."""
-    key = value.persistent_id if isinstance(value, PersistentRef) else None
-    if not isinstance(key, tuple) or len(key) not in (5, 6) or key[0] != "storage":
-        raise ValueError("it refers to an object that is not a storage")
-    storage_type = key[1]
-    dtype = (
-        STORAGES.get(storage_type.qualified_name) if isinstance(storage_type, PickledName) else None
-    )
-    if dtype is None or not isinstance(key[2], str):
-        raise ValueError("it refers to a storage of an unknown type")
-    if len(key) == 6 and key[5] is not None:
-        what = "it refers to a part of a storage"
-        raise ValueError(f"{what} (a format of very old versions of PyTorch)")
-    return key[2], dtype, _parse_count(key[4])
-
-
 def parse_counts(value: object) -> tuple[int, ...]:
     """Return the numbers of a shape or of strides: of a `torch.Size`, tuple or list."""
     if isinstance(value, PickledCall) and value.callee.qualified_name == SIZE_TYPE:
@@ -316,13 +314,7 @@ def _byte_strides(
         )
     if tuple(steps) == strides(shape):
         return None
-    _check_no_overlap(shape, steps)
-    return tuple(step * item_nbytes for step in steps)
-
-
-def _check_no_overlap(shape: Sequence[int], element_strides: Sequence[int]) -> None:
-    """Raise ValueError if elements overlap, or the view has more than `MAX_RUNS` contiguous runs."""
-    pairs = zip(element_strides, shape)
+    pairs = zip(steps, shape)
     stride_extents = sorted((stride, extent) for stride, extent in pairs if extent > 1)
     if stride_extents[0][0] == 0:
         why = "it is an expanded view, whose elements share memory"
@@ -342,3 +334,4 @@ def _check_no_overlap(shape: Sequence[int], element_strides: Sequence[int]) -> N
             run_elements *= extent
     if (run_count := math.prod(shape) // run_elements) > MAX_RUNS:
         raise ValueError(f"it is a view in {run_count:,} pieces: save its `.contiguous()` copy")
+    return tuple(step * item_nbytes for step in steps)

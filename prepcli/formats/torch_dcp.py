@@ -148,7 +148,18 @@ def read_dcp_folder(folder: AnyPath) -> DcpFolder:
             parts.append(ArrayPart(archive.box, number, offset, stored.element_strides))
         with _damage_of(path, layout.name):
             _check_tiling(layout.shape, parts)
-        tensors.append(_join_parts(layout, parts))
+        named = (layout.name, layout.dtype, layout.shape)
+        if not parts:
+            joined = whole_array(*named, (0, 0))
+        elif len(parts) > 1:
+            joined = parted_array(*named, ArrayParts(tuple(parts)))
+        else:
+            part = parts[0]
+            is_in_c_order = part.strides == strides(layout.shape, itemsize(layout.dtype))
+            joined = whole_array(
+                *named, (part.file, part.offset), None if is_in_c_order else part.strides
+            )
+        tensors.append(joined)
     headers: list[FileHeader] = []
     for file in numbers:
         stat = stat_file(folder / file)
@@ -256,7 +267,29 @@ def _read_metadata(path: AnyPath) -> tuple[dict[str, PickledCall], _Ranges, str]
             if name in entries:
                 raise ValueError(f"it has {quote_name(name)} twice")
             entries[name] = item
-        ranges = dict(_iter_ranges(metadata.get("storage_data")))
+        ranges: _Ranges = {}
+        value = metadata.get("storage_data")
+        if not isinstance(value, PickledMapping):
+            raise ValueError("it has no list of byte ranges")
+        for key, item in value.items:
+            index = _attributes(key)
+            info = _attributes(item)
+            name = index.get("fqn")
+            file = info.get("relative_path")
+            start = info.get("offset")
+            length = info.get("length")
+            if not isinstance(name, str) or not isinstance(file, str):
+                raise ValueError("it has a byte range without a name")
+            if type(start) is not int or type(length) is not int or min(start, length) < 0:
+                raise ValueError(f"the byte range of {quote_name(name)} is invalid")
+            if info.get("transform_descriptors"):
+                raise ValueError(f"{quote_name(name)} is compressed, which prep does not support")
+            if Path(file).name != file:
+                where = f"its file {quote_name(file)} is outside of the folder"
+                raise ValueError(f"{quote_name(name)}: {where}")
+            # Values other than tensors have no offsets.
+            offsets = None if index.get("offset") is None else parse_counts(index["offset"])
+            ranges[name, offsets] = (file, start, length)
     return entries, ranges, record_digest(data)
 
 
@@ -265,33 +298,6 @@ def _attributes(value: object) -> dict[str, object]:
     if not isinstance(state, PickledMapping):
         raise ValueError("it has an object without attributes")
     return {name: attribute for name, attribute in state.items if isinstance(name, str)}
-
-
-def _iter_ranges(
-    value: object,
-) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]]:
-    """Yield the byte range of each box. A box is the part of a tensor from one rank."""
-    if not isinstance(value, PickledMapping):
-        raise ValueError("it has no list of byte ranges")
-    for key, item in value.items:
-        index = _attributes(key)
-        info = _attributes(item)
-        name = index.get("fqn")
-        file = info.get("relative_path")
-        start = info.get("offset")
-        length = info.get("length")
-        if not isinstance(name, str) or not isinstance(file, str):
-            raise ValueError("it has a byte range without a name")
-        if type(start) is not int or type(length) is not int or min(start, length) < 0:
-            raise ValueError(f"the byte range of {quote_name(name)} is invalid")
-        if info.get("transform_descriptors"):
-            raise ValueError(f"{quote_name(name)} is compressed, which prep does not support")
-        if Path(file).name != file:
-            where = f"its file {quote_name(file)} is outside of the folder"
-            raise ValueError(f"{quote_name(name)}: {where}")
-        # Values other than tensors have no offsets.
-        offsets = None if index.get("offset") is None else parse_counts(index["offset"])
-        yield (name, offsets), (file, start, length)
 
 
 # Tensors
@@ -360,18 +366,6 @@ def _read_dtype(properties: object) -> str:
         if isinstance(value, PickledName) and value.qualified_name in DTYPES:
             return DTYPES[value.qualified_name]
     raise ValueError("it has no dtype that prep supports")
-
-
-def _join_parts(layout: _TensorLayout, parts: Sequence[ArrayPart]) -> Array:
-    """Return the tensor of all its boxes."""
-    named = (layout.name, layout.dtype, layout.shape)
-    if not parts:
-        return whole_array(*named, (0, 0))
-    if len(parts) > 1:
-        return parted_array(*named, ArrayParts(tuple(parts)))
-    part = parts[0]
-    is_in_c_order = part.strides == strides(layout.shape, itemsize(layout.dtype))
-    return whole_array(*named, (part.file, part.offset), None if is_in_c_order else part.strides)
 
 
 def _read_archives(folder: AnyPath, boxes: Iterable[_BoxArchive]) -> dict[_BoxArchive, Array]:
@@ -503,7 +497,19 @@ def encode_metadata(entries: Iterable[DcpEntry]) -> bytes:
         index = {"fqn": name, "index": b"N", "offset": b"N"}
         if entry.dtype:
             index = {"fqn": name, "index": pickle_value(0), "offset": zeros}
-            stored += [name, _tensor_metadata(memo, entry, zeros)]
+            size = memo.refer(_pickle_size(entry.shape))
+            chunk = memo.instance("ChunkStorageMetadata", {"offsets": zeros, "sizes": size})
+            layout = pickle_call("torch.serialization _get_layout", [pickle_value("torch.strided")])
+            memory_format = pickle_call(f"{DCP_MODULE} _MEM_FORMAT_ENCODING", [pickle_value(0)])
+            false = pickle_value(False)
+            state = [pickle_global(f"torch {entry.dtype}"), layout, false, memory_format, false]
+            properties = pickle_global(f"{DCP_MODULE} TensorProperties")
+            fields = {
+                "properties": memo.refer(properties + b")\x81" + pickle_tuple(state) + b"b"),
+                "size": size,
+                "chunks": b"](" + chunk + b"e",
+            }
+            stored += [name, memo.instance("TensorStorageMetadata", fields)]
         else:
             stored += [name, memo.instance("BytesStorageMetadata", {})]
         keys = [memo.refer(pickle_value(key)) for key in entry.path or (entry.name,)]
@@ -526,27 +532,6 @@ def encode_metadata(entries: Iterable[DcpEntry]) -> bytes:
     }
     metadata = memo.instance("Metadata", fields)
     return PROTO + b"".join(memo.definitions) + metadata + b"."
-
-
-def _tensor_metadata(memo: _Memo, entry: DcpEntry, zeros: bytes) -> bytes:
-    """Return a pickled TensorStorageMetadata with one chunk."""
-    size = memo.refer(_pickle_size(entry.shape))
-    chunk = memo.instance("ChunkStorageMetadata", {"offsets": zeros, "sizes": size})
-    fields = {
-        "properties": memo.refer(_pickle_properties(entry.dtype)),
-        "size": size,
-        "chunks": b"](" + chunk + b"e",
-    }
-    return memo.instance("TensorStorageMetadata", fields)
-
-
-def _pickle_properties(dtype: str) -> bytes:
-    """Return a pickled TensorProperties: dtype, layout, requires_grad, memory format and pin_memory."""
-    layout = pickle_call("torch.serialization _get_layout", [pickle_value("torch.strided")])
-    memory_format = pickle_call(f"{DCP_MODULE} _MEM_FORMAT_ENCODING", [pickle_value(0)])
-    false = pickle_value(False)
-    state = [pickle_global(f"torch {dtype}"), layout, false, memory_format, false]
-    return pickle_global(f"{DCP_MODULE} TensorProperties") + b")\x81" + pickle_tuple(state) + b"b"
 
 
 def _pickle_size(numbers: Iterable[int]) -> bytes:

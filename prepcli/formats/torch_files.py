@@ -228,7 +228,15 @@ def read_torch_folder(folder: AnyPath) -> ModelFiles:
     """
     names, weight_map = list_weight_files(folder, select_model_files(list_folder(folder)))
     if weight_map is None:
-        _check_model(folder, names)
+        if ADAPTER_FILE in names:
+            why = f"{ADAPTER_FILE} has only the weights that are added to a base model"
+            hint = "merge it first: PEFT's `merge_and_unload()`"
+            raise PrepError(f"{folder} is an adapter, not a model", why, hint)
+        check_numbered_files(folder, names)
+        if len(names) != 1 and not all(_NUMBERED_FILE.fullmatch(name) for name in names):
+            why = f"it has {len(names)} PyTorch files: {', '.join(names[:4])}"
+            hint = f"rename the file of the model to {SINGLE_FILE}"
+            raise PrepError(f"{folder} does not say which file the model is", why, hint)
     files = [folder / name for name in names]
     return read_model_files(folder, files, read_torch_header, weight_map)
 
@@ -240,7 +248,22 @@ def _open_archive(path: AnyPath, file: BinaryIO) -> TorchArchive:
     """Read the directory and the pickle of a file. Raise PrepError if it has another format."""
     first_bytes = file.read(512)
     if not first_bytes.startswith(ZIP_MAGIC):
-        raise _wrong_format_error(path, first_bytes)
+        what = f"{path.name} is not a PyTorch file"
+        # Before 1.6, PyTorch wrote pickles in a row, or a tar archive, whose magic is at byte 257.
+        if first_bytes.startswith(_PICKLE_MAGICS) or first_bytes[257:262] == b"ustar":
+            why = "it has the format of PyTorch before version 1.6"
+            command = f"`torch.save(torch.load({path.name!r}), {path.name!r})`"
+            hint = f"save it again with torch 1.6 or newer: {command}"
+            raise PrepError(f"{path.name} is not supported", why, hint)
+        if error := other_format_error(path, first_bytes, "PyTorch"):
+            raise error
+        # A safetensors file has 8 bytes of length before its JSON header.
+        if first_bytes[8:9] == b"{":
+            hint = f"if it is a safetensors file, rename it to {path.name.removesuffix(path.suffix)}.safetensors"
+            raise PrepError(what, "it starts like a safetensors file", hint)
+        if first_bytes:
+            raise DamagedError(what, f"it starts with {first_bytes[:8].hex(' ')}", GET_AGAIN_HINT)
+        raise DamagedError(f"{path.name} is damaged", "it is empty", download_again_hint(path))
     return TorchArchive(file)
 
 
@@ -253,41 +276,16 @@ def _file_errors(path: AnyPath) -> Iterator[None]:
     except OSError as error:
         raise unreadable_error(path, error) from error
     except UnexpectedNameError as error:
-        raise _unexpected_name_error(path, error.name) from error
+        if error.name in UNSUPPORTED_NAMES:
+            why = f"{UNSUPPORTED_NAMES[error.name]} (`{error.name}`)"
+            raise PrepError(f"{path.name} cannot be read", why, _SAVE_AGAIN_HINT) from error
+        message = f"{path.name} refers to {quote_name(error.name)}"
+        why = "prep runs no code of a file: it reads only tensors and plain settings"
+        raise PrepError(message, why, f"if you trust it, {_SAVE_AGAIN_HINT}") from error
     except StateDictError as error:
         raise PrepError(what, str(error), _SAVE_AGAIN_HINT) from error
     except ValueError as error:
         raise DamagedError(what, str(error), damage_hint(path, error)) from error
-
-
-def _unexpected_name_error(path: AnyPath, name: str) -> PrepError:
-    """Return the error for a pickle with a name outside of the allowed ones."""
-    if name in UNSUPPORTED_NAMES:
-        why = f"{UNSUPPORTED_NAMES[name]} (`{name}`)"
-        return PrepError(f"{path.name} cannot be read", why, _SAVE_AGAIN_HINT)
-    what = f"{path.name} refers to {quote_name(name)}"
-    why = "prep runs no code of a file: it reads only tensors and plain settings"
-    return PrepError(what, why, f"if you trust it, {_SAVE_AGAIN_HINT}")
-
-
-def _wrong_format_error(path: AnyPath, first_bytes: bytes) -> PrepError:
-    """Return the error for a file that is no zip archive."""
-    what = f"{path.name} is not a PyTorch file"
-    # Before 1.6, PyTorch wrote pickles in a row, or a tar archive, whose magic is at byte 257.
-    if first_bytes.startswith(_PICKLE_MAGICS) or first_bytes[257:262] == b"ustar":
-        why = "it has the format of PyTorch before version 1.6"
-        command = f"`torch.save(torch.load({path.name!r}), {path.name!r})`"
-        hint = f"save it again with torch 1.6 or newer: {command}"
-        return PrepError(f"{path.name} is not supported", why, hint)
-    if error := other_format_error(path, first_bytes, "PyTorch"):
-        return error
-    # A safetensors file has 8 bytes of length before its JSON header.
-    if first_bytes[8:9] == b"{":
-        hint = f"if it is a safetensors file, rename it to {path.name.removesuffix(path.suffix)}.safetensors"
-        return PrepError(what, "it starts like a safetensors file", hint)
-    if first_bytes:
-        return DamagedError(what, f"it starts with {first_bytes[:8].hex(' ')}", GET_AGAIN_HINT)
-    return DamagedError(f"{path.name} is damaged", "it is empty", download_again_hint(path))
 
 
 # The state dict
@@ -309,7 +307,21 @@ def _find_state_dict(archive: TorchArchive) -> tuple[str, PickledMapping]:
     root = archive.root
     if not isinstance(root, PickledMapping):
         raise StateDictError(f"it holds {_describe_value(root)}, not tensors by name")
-    nested = _nested_state_dicts(root)
+    # A pickle may repeat one large mapping without tensors. It is searched once.
+    has_tensors = functools.cache(_has_tensors)
+    nested: dict[str, PickledMapping] = {}
+    # A pickle may set a key twice, and PyTorch then keeps the last value. Which one is meant is not guessed.
+    keys: set[str] = set()
+    for key, value in root.items:
+        if not isinstance(key, str):
+            continue
+        if isinstance(value, PickledMapping) and has_tensors(value):
+            nested.setdefault(key, value)
+        elif key not in WRAPPERS:
+            continue
+        if key in keys:
+            raise StateDictError(f"it has {quote_name(key)} twice")
+        keys.add(key)
     candidates = [(key, value) for key, value in nested.items() if key in WRAPPERS]
     if not candidates:
         # Of other names, only the ones of a model's state dict count, e.g. no `{"cpu": tensor}` of random states.
@@ -330,26 +342,6 @@ def _find_state_dict(archive: TorchArchive) -> tuple[str, PickledMapping]:
             f"it has tensors by name in {' and '.join(locations)}, which is ambiguous"
         )
     return candidates[0]
-
-
-def _nested_state_dicts(root: PickledMapping) -> dict[str, PickledMapping]:
-    """Return the values of a mapping that have tensors by name."""
-    # A pickle may repeat one large mapping without tensors. It is searched once.
-    has_tensors = functools.cache(_has_tensors)
-    nested: dict[str, PickledMapping] = {}
-    # A pickle may set a key twice, and PyTorch then keeps the last value. Which one is meant is not guessed.
-    keys: set[str] = set()
-    for key, value in root.items:
-        if not isinstance(key, str):
-            continue
-        if isinstance(value, PickledMapping) and has_tensors(value):
-            nested.setdefault(key, value)
-        elif key not in WRAPPERS:
-            continue
-        if key in keys:
-            raise StateDictError(f"it has {quote_name(key)} twice")
-        keys.add(key)
-    return nested
 
 
 def _has_parameters(archive: TorchArchive, mapping: PickledMapping) -> bool:
@@ -411,16 +403,3 @@ def _describe_value(value: object) -> str:
 
 
 # A folder
-
-
-def _check_model(folder: AnyPath, names: Sequence[str]) -> None:
-    """Raise PrepError if files without an index are not one model, or a numbered file is missing."""
-    if ADAPTER_FILE in names:
-        why = f"{ADAPTER_FILE} has only the weights that are added to a base model"
-        hint = "merge it first: PEFT's `merge_and_unload()`"
-        raise PrepError(f"{folder} is an adapter, not a model", why, hint)
-    check_numbered_files(folder, names)
-    if len(names) != 1 and not all(_NUMBERED_FILE.fullmatch(name) for name in names):
-        why = f"it has {len(names)} PyTorch files: {', '.join(names[:4])}"
-        hint = f"rename the file of the model to {SINGLE_FILE}"
-        raise PrepError(f"{folder} does not say which file the model is", why, hint)

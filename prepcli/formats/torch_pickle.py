@@ -380,7 +380,17 @@ def pickle_value(value: PickledValue) -> bytes:
             data = value.encode()
             return b"X" + struct.pack("<I", len(data)) + data
         case StoredTensor():
-            return _pickle_tensor(value)
+            storage = [
+                pickle_value("storage"),
+                pickle_global(f"torch {_STORAGE_NAMES[value.dtype]}Storage"),
+                *map(pickle_value, (value.key, "cpu", math.prod(value.shape))),
+            ]
+            arguments = [
+                pickle_tuple(storage) + b"Q",
+                *map(pickle_value, (0, value.shape, strides(value.shape, 1), False)),
+                pickle_global("collections OrderedDict") + b")R",
+            ]
+            return pickle_call("torch._utils _rebuild_tensor_v2", arguments)
         case tuple():
             return pickle_tuple(map(pickle_value, value))
         case Mapping():
@@ -390,21 +400,6 @@ def pickle_value(value: PickledValue) -> bytes:
             return pickle_mapping(items)
         case _:
             return b"](" + b"".join(map(pickle_value, value)) + b"e"
-
-
-def _pickle_tensor(tensor: StoredTensor) -> bytes:
-    """Return a tensor in C order."""
-    storage = [
-        pickle_value("storage"),
-        pickle_global(f"torch {_STORAGE_NAMES[tensor.dtype]}Storage"),
-        *map(pickle_value, (tensor.key, "cpu", math.prod(tensor.shape))),
-    ]
-    arguments = [
-        pickle_tuple(storage) + b"Q",
-        *map(pickle_value, (0, tensor.shape, strides(tensor.shape, 1), False)),
-        pickle_global("collections OrderedDict") + b")R",
-    ]
-    return pickle_call("torch._utils _rebuild_tensor_v2", arguments)
 
 
 def pickle_global(name: str) -> bytes:

@@ -173,28 +173,25 @@ def encode_zarr_document(
             codec = codec_of(compression)
             settings = codec.settings(compression.level, version.number)
             codecs.append({"configuration": settings, "name": codec.zarr3_name})
+        if dtype == "bool":
+            fill_value = False
+        elif "int" in dtype:
+            fill_value = 0
+        elif dtype.startswith("complex"):
+            fill_value = [0.0, 0.0]
+        else:
+            fill_value = 0.0
         document = {
             "chunk_grid": {"configuration": {"chunk_shape": chunk_shape}, "name": "regular"},
             "chunk_key_encoding": {"name": "default"},
             "codecs": codecs,
             "data_type": dtype,
-            "fill_value": _zero(dtype),
+            "fill_value": fill_value,
             "node_type": "array",
             "shape": shape,
             "zarr_format": 3,
         }
     return json.dumps(document, separators=(",", ":")).encode()
-
-
-def _zero(dtype: str) -> object:
-    """Return the fill value. Zarr 3 requires one, and no chunk is missing."""
-    if dtype == "bool":
-        return False
-    if "int" in dtype:
-        return 0
-    if dtype.startswith("complex"):
-        return [0.0, 0.0]
-    return 0.0
 
 
 class _UnsupportedError(ValueError):

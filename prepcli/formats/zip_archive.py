@@ -11,7 +11,7 @@ import struct
 import zipfile
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import BinaryIO
 
 from prepcli.core.json_values import quote_name
@@ -77,7 +77,11 @@ class ZipArchive:
         infos = archive.infolist()
         if not num_entries == len(infos) == count or archive.start_dir != start:
             raise ValueError(f"its directory has {num_entries:,} entries, its end record {count:,}")
-        _check_names(infos)
+        for name in (info.orig_filename for info in infos):
+            has_dots = any(part in ("", "..", ".") for part in name.split("/"))
+            if has_dots or "\\" in name or "\0" in name:
+                what = f"it has a record called {quote_name(name)}"
+                raise ValueError(f"{what}, which is not a plain path")
         root = ""
         if find_root is not None:
             root = find_root([info.orig_filename for info in infos])
@@ -175,14 +179,6 @@ class ZipArchive:
         return start, nbytes, count
 
 
-def _check_names(infos: Iterable[zipfile.ZipInfo]) -> None:
-    for name in (info.orig_filename for info in infos):
-        has_dots = any(part in ("", "..", ".") for part in name.split("/"))
-        if has_dots or "\\" in name or "\0" in name:
-            what = f"it has a record called {quote_name(name)}"
-            raise ValueError(f"{what}, which is not a plain path")
-
-
 # Writing
 
 
@@ -203,8 +199,21 @@ class ArchiveWriter:
         # `set_crc32_options(False)`.
         checksum = zlib.crc32(data or b"")
         header_offset = self._start + len(self._pending)
-        self._directory.append(_central_header(raw_name, nbytes, checksum, header_offset))
+        # The extra field has the numbers that do not fit in 32 bits, in this order: sizes, then the offset.
+        large: list[int] = []
+        if nbytes >= _IN_ZIP64:
+            large += [nbytes, nbytes]
+        if header_offset >= _IN_ZIP64:
+            large.append(header_offset)
+        extra = b""
+        if large:
+            extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large)
         size = min(nbytes, _IN_ZIP64)
+        header = _ENTRY.pack(
+            *(_ENTRY_MAGIC, 45, 45, 0, 0, 0, 0, checksum, size, size),
+            *(len(raw_name), len(extra), 0, 0, 0, 0, min(header_offset, _IN_ZIP64)),
+        )
+        self._directory.append(header + raw_name + extra)
         extra = b""
         if size == _IN_ZIP64:
             extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes)
@@ -244,22 +253,3 @@ class ArchiveWriter:
         self._constants.append((self._start, bytes(self._pending)))
         nbytes = self._start + len(self._pending)
         return tuple(self._constants), nbytes
-
-
-def _central_header(raw_name: bytes, nbytes: int, checksum: int, offset: int) -> bytes:
-    """Return the entry of a record in the directory."""
-    # The extra field has the numbers that do not fit in 32 bits, in this order: sizes, then the offset.
-    large: list[int] = []
-    if nbytes >= _IN_ZIP64:
-        large += [nbytes, nbytes]
-    if offset >= _IN_ZIP64:
-        large.append(offset)
-    extra = b""
-    if large:
-        extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large)
-    size = min(nbytes, _IN_ZIP64)
-    header = _ENTRY.pack(
-        *(_ENTRY_MAGIC, 45, 45, 0, 0, 0, 0, checksum, size, size),
-        *(len(raw_name), len(extra), 0, 0, 0, 0, min(offset, _IN_ZIP64)),
-    )
-    return header + raw_name + extra

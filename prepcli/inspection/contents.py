@@ -191,7 +191,22 @@ def read_contents(
     check_recorded_files(located)
     row = FORMATS[located.kind]
     if located.kind == "gguf":
-        return _gguf_contents(located, config_path)
+        source = cast_decoded(read_source(located, SourceHints(config_path)), DECODED_DTYPE)
+        names = [source.names.display_name(tensor.name) for tensor in source.tensors]
+        decoders: dict[str, GgufDecoder] = {}
+        places: dict[str, FilePosition | None] = {}
+        for tensor, name in zip(source.tensors, names):
+            decoder = decoder_of_tensor(source, tensor)
+            assert isinstance(decoder, GgufDecoder)
+            places[name] = decoder.stored[0].position
+            if decoder.type_name not in FLOAT_TYPES:
+                decoders[decoder.name] = decoder
+        return replace(
+            _source_contents(located, source, names),
+            config={**source.config, "quantization_config": dict(source.quantization)},
+            encoded_places=places,
+            decoders=tuple(decoders.values()),
+        )
     if located.item is not None:
         contents = _orbax_contents(located, located.item)
     elif row.read_files is not None:
@@ -322,29 +337,24 @@ def _stored_contents(located: LocatedCheckpoint, stored: ModelFiles) -> Checkpoi
         non_arrays=stored.others,
     )
     if located.kind == "adapter":
-        return _with_adapter_settings(contents)
+        from prepcli.sources.openers.peft_settings import read_settings
+
+        try:
+            settings = read_settings(contents.folder)
+        except PrepError as error:
+            return replace(contents, non_arrays=(f"{error.what}: {error.why}",))
+        lora = settings.lora_config()
+        summary: AdapterSummary = {
+            "rank": lora.rank,
+            "alpha": lora.alpha,
+            "use_rslora": lora.use_rslora,
+            "scaling": lora.scaling,
+            "base": settings.base_model_name_or_path,
+        }
+        return replace(contents, adapter=summary)
     if (folder / CONFIG).exists():
         return replace(contents, config=located.read_config(folder / CONFIG))
     return contents
-
-
-def _with_adapter_settings(contents: CheckpointContents) -> CheckpointContents:
-    """Return the contents with the settings. An adapter with unsupported ones can be shown, but not merged."""
-    from prepcli.sources.openers.peft_settings import read_settings
-
-    try:
-        settings = read_settings(contents.folder)
-    except PrepError as error:
-        return replace(contents, non_arrays=(f"{error.what}: {error.why}",))
-    lora = settings.lora_config()
-    summary: AdapterSummary = {
-        "rank": lora.rank,
-        "alpha": lora.alpha,
-        "use_rslora": lora.use_rslora,
-        "scaling": lora.scaling,
-        "base": settings.base_model_name_or_path,
-    }
-    return replace(contents, adapter=summary)
 
 
 def _orbax_contents(located: LocatedCheckpoint, folder: AnyPath) -> CheckpointContents:
@@ -430,24 +440,4 @@ def _source_contents(
         config=source.config,
         manifest=NO_MANIFEST,
         blobs=source.blobs,
-    )
-
-
-def _gguf_contents(located: LocatedCheckpoint, config_path: Path | None) -> CheckpointContents:
-    """Return the contents of a GGUF model, with decoded weights."""
-    source = cast_decoded(read_source(located, SourceHints(config_path)), DECODED_DTYPE)
-    names = [source.names.display_name(tensor.name) for tensor in source.tensors]
-    decoders: dict[str, GgufDecoder] = {}
-    places: dict[str, FilePosition | None] = {}
-    for tensor, name in zip(source.tensors, names):
-        decoder = decoder_of_tensor(source, tensor)
-        assert isinstance(decoder, GgufDecoder)
-        places[name] = decoder.stored[0].position
-        if decoder.type_name not in FLOAT_TYPES:
-            decoders[decoder.name] = decoder
-    return replace(
-        _source_contents(located, source, names),
-        config={**source.config, "quantization_config": dict(source.quantization)},
-        encoded_places=places,
-        decoders=tuple(decoders.values()),
     )

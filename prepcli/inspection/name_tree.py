@@ -124,7 +124,14 @@ def _merge_numbered(children: Mapping[str, TreeNode]) -> Iterator[TreeNode]:
     merged: list[TreeNode] = []
     for equal in groups.values():
         node = _multiply_counts(children[str(equal[0])], len(equal))
-        merged.append(replace(node, labels=(_format_numbers(equal), *node.labels)))
+        texts = number_runs(equal, "..")
+        if len(texts) > MAX_RUNS:
+            texts[MAX_RUNS - 1 : -1] = ["…"]
+        if len(equal) == 1:
+            label = texts[0]
+        else:
+            label = f"{{{','.join(texts)}}}"
+        merged.append(replace(node, labels=(label, *node.labels)))
     for label, child in children.items():
         if not _NUMBER.fullmatch(label):
             yield replace(child, labels=(label, *child.labels))
@@ -147,13 +154,3 @@ def _multiply_counts(node: TreeNode, count: int) -> TreeNode:
     return replace(
         node, tensors=node.tensors * count, nbytes=node.nbytes * count, children=children
     )
-
-
-def _format_numbers(numbers: Sequence[int]) -> str:
-    """Format as `7`, `{0..31}`, `{0..3,8..11}`, and many runs as `{0,2,4,…,46}`."""
-    texts = number_runs(numbers, "..")
-    if len(texts) > MAX_RUNS:
-        texts[MAX_RUNS - 1 : -1] = ["…"]
-    if len(numbers) == 1:
-        return texts[0]
-    return f"{{{','.join(texts)}}}"

@@ -235,7 +235,16 @@ class BoxReader(ClosedAfterBlock):
                 if span.width == data.size:
                     data = stored
                 else:
-                    _copy_span(span, stored, data)
+                    # Elements of equal bytes may be copied as unsigned integers, the widest that divide the span.
+                    width = next((nbytes for nbytes in (8, 4, 2) if span.width % nbytes == 0), 1)
+                    counts, tensor_strides, file_strides = _copy_loops(
+                        span, span.width // width, width
+                    )
+                    source = np.ndarray(counts, f"u{width}", stored, 0, file_strides)
+                    target = np.ndarray(
+                        counts, f"u{width}", data, span.tensor_offset, tensor_strides
+                    )
+                    assign_tiled(target, source)
         return data, read_nbytes
 
 
@@ -298,16 +307,6 @@ def split_buffer(buffer: ByteArray) -> tuple[ByteArray, ByteArray]:
     """Split a buffer into page-aligned halves."""
     half = buffer.size // 2 // PAGE * PAGE
     return buffer[:half], buffer[half : 2 * half]
-
-
-def _copy_span(span: StridedCopy, stored: ByteArray, window: ByteArray) -> None:
-    """Copy the elements of a span from its bytes in the file to the bytes of a window."""
-    # Elements of equal bytes may be copied as unsigned integers, the widest that divide the span.
-    width = next((nbytes for nbytes in (8, 4, 2) if span.width % nbytes == 0), 1)
-    counts, tensor_strides, file_strides = _copy_loops(span, span.width // width, width)
-    source = np.ndarray(counts, f"u{width}", stored, 0, file_strides)
-    target = np.ndarray(counts, f"u{width}", window, span.tensor_offset, tensor_strides)
-    assign_tiled(target, source)
 
 
 def _copy_loops(

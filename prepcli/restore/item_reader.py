@@ -112,7 +112,17 @@ class ItemReader(BoxReader):
         self._array_numbers: dict[str, int] = {}
         self.leaves: dict[str, checkpoint_store.LeafSpec] = {}
         for number, meta in enumerate(item.arrays):
-            read_unit = _read_unit_shape(item, number)
+            # The read unit is a checksum block, or a chunk to decode.
+            read_unit = meta.chunk_shape
+            if is_read_directly(item, number) and meta.chunk_shape:
+                blocks = chunk_blocks(meta.chunk_shape, meta.dtype)
+                axis = blocks.axis
+                length = meta.chunk_shape[axis]
+                # The first block of a chunk starts at row 0 of the chunk. If blocks do not divide the chunk,
+                # units of equal size do not fall on blocks, and the unit is a whole chunk.
+                is_regular = length == meta.shape[axis] or length % blocks.rows == 0
+                rows = min(blocks.rows, length) if is_regular else length
+                read_unit = (*(1,) * axis, rows, *meta.chunk_shape[axis + 1 :])
             self._array_numbers[meta.name] = number
             self.leaves[meta.name] = checkpoint_store.LeafSpec(meta.shape, meta.dtype, read_unit)
         in_store = is_remote(item.files)
@@ -144,7 +154,19 @@ class ItemReader(BoxReader):
                 text("{} shows their names", Command("inspect", str(self.folder))),
             )
         number = self._array_numbers[name]
-        _check_arrays(self._item.arrays[number], parts)
+        meta = self._item.arrays[number]
+        for box, array in parts.items():
+            is_inside = len(box) == len(meta.shape)
+            for (low, high), extent in zip(box, meta.shape):
+                is_inside = is_inside and 0 <= low <= high <= extent
+            if not is_inside:
+                raise ValueError(f"{meta.name} {meta.shape}: box {box} is not inside the leaf")
+            shape = tuple(high - low for low, high in box)
+            if array.shape != shape or not array.flags.c_contiguous:
+                raise ValueError(
+                    f"{meta.name} {meta.shape}: the array must be contiguous and have the shape of box {box},"
+                    f" it has {array.shape}"
+                )
         errors = self.run_reads(self._jobs(number, parts), partial(self._run_job, number))
         if not errors:
             return
@@ -232,37 +254,6 @@ class _ChunkJob:
 
     index: ChunkIndex
     reads: tuple[WindowRead, ...]
-
-
-def _read_unit_shape(item: OrbaxItem, array_number: int) -> tuple[int, ...]:
-    """Return the read unit of a leaf: the shape of its checksum blocks, or of its chunks to decode."""
-    meta = item.arrays[array_number]
-    if not is_read_directly(item, array_number) or not meta.chunk_shape:
-        return meta.chunk_shape
-    blocks = chunk_blocks(meta.chunk_shape, meta.dtype)
-    axis = blocks.axis
-    length = meta.chunk_shape[axis]
-    # The first block of a chunk starts at row 0 of the chunk. If blocks do not divide the chunk,
-    # units of equal size do not fall on blocks, and the unit is a whole chunk.
-    is_regular = length == meta.shape[axis] or length % blocks.rows == 0
-    rows = min(blocks.rows, length) if is_regular else length
-    return (*(1,) * axis, rows, *meta.chunk_shape[axis + 1 :])
-
-
-def _check_arrays(meta: Array, arrays: BoxArrays) -> None:
-    """Raise ValueError unless each box is inside the leaf and each array is contiguous and of its box's shape."""
-    for box, array in arrays.items():
-        is_inside = len(box) == len(meta.shape)
-        for (low, high), extent in zip(box, meta.shape):
-            is_inside = is_inside and 0 <= low <= high <= extent
-        if not is_inside:
-            raise ValueError(f"{meta.name} {meta.shape}: box {box} is not inside the leaf")
-        shape = tuple(high - low for low, high in box)
-        if array.shape != shape or not array.flags.c_contiguous:
-            raise ValueError(
-                f"{meta.name} {meta.shape}: the array must be contiguous and have the shape of box {box},"
-                f" it has {array.shape}"
-            )
 
 
 def _targets_by_chunk(array: Array, parts: BoxArrays) -> Iterator[tuple[ChunkIndex, list[Target]]]:

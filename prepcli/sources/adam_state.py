@@ -106,7 +106,27 @@ def read_adam_state(source: Source) -> AdamState:
             counters[name] = tensor
         else:
             left_out.append(tensor)
-    _check_moments(source, slots, left_out)
+    name = source.display_name
+    trained = trained_tensors(source)
+    if not slots[FIRST_MOMENT] and not slots[SECOND_MOMENT]:
+        others = sorted({split_name(tensor.name)[0] for tensor in left_out} - {""})
+        why = "the step was saved without its optimizer state"
+        if others:
+            why = f"its optimizer has {', '.join(others)}"
+        hint = text("{} chooses the optimizer of a run", Key("optimizer.type", "adamw"))
+        raise PrepError(f"{name} has no moments of AdamW", why, hint)
+    for slot, moments in slots.items():
+        if slot == AVERAGE_SLOT and not moments:
+            continue
+        # A slot without some of the parameters has paths of leaves as names.
+        is_partial = any(map(is_leaf_path, moments))
+        for parameter in trained:
+            if is_partial or parameter.name not in moments:
+                what = f"{name} has no {slot} of {source.file_name(parameter)}"
+                why = text("{} leaves parameters without moments", Key("optimizer.freeze"))
+                if source.training_record is not None:
+                    why = "the parameter was frozen, or the checkpoint is incomplete"
+                raise PrepError(what, why, WITHOUT_STATE_HINT)
     return AdamState(
         first=slots[FIRST_MOMENT],
         second=slots[SECOND_MOMENT],
@@ -136,35 +156,6 @@ def require_settings(source: Source, state: AdamState) -> AdamSettings:
         "the framework that wrote the state does not store them",
         hint,
     )
-
-
-def _check_moments(
-    source: Source,
-    slots: Mapping[str, Mapping[str, SourceTensor]],
-    left_out: Sequence[SourceTensor],
-) -> None:
-    """Raise PrepError unless each parameter has both moments, and an average if there are any."""
-    name = source.display_name
-    trained = trained_tensors(source)
-    if not slots[FIRST_MOMENT] and not slots[SECOND_MOMENT]:
-        others = sorted({split_name(tensor.name)[0] for tensor in left_out} - {""})
-        why = "the step was saved without its optimizer state"
-        if others:
-            why = f"its optimizer has {', '.join(others)}"
-        hint = text("{} chooses the optimizer of a run", Key("optimizer.type", "adamw"))
-        raise PrepError(f"{name} has no moments of AdamW", why, hint)
-    for slot, moments in slots.items():
-        if slot == AVERAGE_SLOT and not moments:
-            continue
-        # A slot without some of the parameters has paths of leaves as names.
-        is_partial = any(map(is_leaf_path, moments))
-        for parameter in trained:
-            if is_partial or parameter.name not in moments:
-                what = f"{name} has no {slot} of {source.file_name(parameter)}"
-                why = text("{} leaves parameters without moments", Key("optimizer.freeze"))
-                if source.training_record is not None:
-                    why = "the parameter was frozen, or the checkpoint is incomplete"
-                raise PrepError(what, why, WITHOUT_STATE_HINT)
 
 
 def _read_counter(source: Source, counters: Mapping[str, SourceTensor], name: str) -> int:

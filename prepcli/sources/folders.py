@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path, PurePath
 
-from prepcli.core.errors import Command, Option, PrepError, Text, text, usage_error
+from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import join_names
 from prepcli.core.observer import NullProgress, Observer, Progress
 from prepcli.formats.gguf import part_names
@@ -30,7 +30,6 @@ from prepcli.sources.detect import Refusal, apply_rules, no_checkpoint_error
 from prepcli.sources.references import CONFIG, BucketUrl, HubRepo
 from prepcli.sources.side_files import (
     ListedFile,
-    SelectedNames,
     is_weight_file,
     select_side_files,
     unread_weights,
@@ -249,9 +248,14 @@ def open_hub_folder(repo: HubRepo, access: Access) -> OpenFolder | HubFolder:
     revision = repo.revision
     is_offline = prepare_hub(access.offline, access.retry_policy)
     if is_offline and access.stream:
+        if access.offline:
+            reason = text("{} disables network access", Option("offline", True))
+        else:
+            variable = f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')}"
+            reason = text("{} disables network access", variable)
         raise PrepError(
             f"cannot stream {hub_id}",
-            _offline_reason(access),
+            reason,
             text("remove {} to read from the cache", Option("stream", True)),
         )
     with translate_errors(hub_id, revision, offline=is_offline, is_streamed=access.stream):
@@ -262,15 +266,15 @@ def open_hub_folder(repo: HubRepo, access: Access) -> OpenFolder | HubFolder:
         except Exception as error:
             if access.stream or not is_hub_down(error):
                 raise
-            return _fall_back_to_cache(error, repo, access)
+            try:
+                folder = _cached_files(repo)
+            except FileNotFoundError:
+                raise error from None
+            access.warn(
+                f"the hub cannot be reached: using {repo.display_name} as it is in the cache, commit {folder.commit}"
+            )
+            return folder
     return HubFolder(listing, access, repo.file)
-
-
-def _offline_reason(access: Access) -> Text:
-    if access.offline:
-        return text("{} disables network access", Option("offline", True))
-    variable = f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')}"
-    return text("{} disables network access", variable)
 
 
 def cached_model(repo: HubRepo, revision: str | None) -> Path:
@@ -289,35 +293,18 @@ def cached_model(repo: HubRepo, revision: str | None) -> Path:
 def _cached_files(repo: HubRepo) -> OpenFolder:
     """Return the cached snapshot of a model, or a file of it. Raise FileNotFoundError if there is none."""
     if not repo.file:
-        return _cached_folder(repo)
+        path = cached_snapshot(repo.display_name, repo.revision)
+        folder = OpenFolder(repo.display_name, path, commit=path.name)
+        names = folder.names()
+        # Another program may have cached only the tokenizer or the config of this revision. A folder of a
+        # recognized but unsupported format passes too, because a later error names the format.
+        if not select_downloads(names) and not isinstance(apply_rules(names)[0], Refusal):
+            raise FileNotFoundError(f"{path} has no weights")
+        return folder
     path = cached_snapshot(repo.display_name, repo.revision)
     if not (path / repo.file).is_file():
         raise FileNotFoundError(f"{path} has no {repo.file}")
     return OpenFolder(repo.display_name, path / repo.file, commit=path.name)
-
-
-def _cached_folder(repo: HubRepo) -> OpenFolder:
-    """Return the cached snapshot of a model. Raise FileNotFoundError if there is none, or none with weights."""
-    path = cached_snapshot(repo.display_name, repo.revision)
-    folder = OpenFolder(repo.display_name, path, commit=path.name)
-    names = folder.names()
-    # Another program may have cached only the tokenizer or the config of this revision. A folder of a
-    # recognized but unsupported format passes too, because a later error names the format.
-    if not select_downloads(names) and not isinstance(apply_rules(names)[0], Refusal):
-        raise FileNotFoundError(f"{path} has no weights")
-    return folder
-
-
-def _fall_back_to_cache(error: Exception, repo: HubRepo, access: Access) -> OpenFolder:
-    """Return the cached snapshot after an error of the hub. Raise that error if there is none."""
-    try:
-        folder = _cached_files(repo)
-    except FileNotFoundError:
-        raise error from None
-    access.warn(
-        f"the hub cannot be reached: using {repo.display_name} as it is in the cache, commit {folder.commit}"
-    )
-    return folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +358,11 @@ class HubFolder:
             names = self._files_to_fetch()
         if not select_downloads(names):
             raise no_checkpoint_error(sorted(self.names()), self.display_name)
-        nested = self._nested_files()
+        listed: list[ListedFile] = []
+        for name, sibling in self.listing.siblings.items():
+            if "/" in name:
+                listed.append(ListedFile(name, sibling.size or 0))
+        nested = select_side_files(listed, self.access.copied_files)
         omitted = (*nested.omitted, *unread_weights(self.names(), names))
         names = [*names, *nested.copied]
         # A model's repository may have an adapter too. Only the adapter itself needs these settings,
@@ -386,14 +377,6 @@ class HubFolder:
                 )
             path = self.listing.download(names, self.access.progress)
         return OpenFolder(self.display_name, path, path.name, omitted)
-
-    def _nested_files(self) -> SelectedNames:
-        """Return the side files in subfolders to download, and descriptions of the subfolders to leave."""
-        listed: list[ListedFile] = []
-        for name, sibling in self.listing.siblings.items():
-            if "/" in name:
-                listed.append(ListedFile(name, sibling.size or 0))
-        return select_side_files(listed, self.access.copied_files)
 
     def _files_to_fetch(self) -> list[str]:
         """Return the files of one weight format, the config and the side files. An index decides which weights."""

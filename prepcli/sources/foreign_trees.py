@@ -390,10 +390,15 @@ def match_foreign_tree(
     if len({tensor.name for tensor in tensors}) != len(tensors):
         why = f"one of {', '.join(unknown[:MAX_LISTED])} is also stored as another leaf"
         raise PrepError(f"{display_name} has a tensor twice", why, GET_AGAIN_HINT)
-    outside = [
-        (name, leaf) for name, leaf in leaves.items() if not name.startswith(tree_format.root)
-    ]
-    scales = _scales_by_path(tree_format, family, config)
+    outside = [pair for pair in leaves.items() if not pair[0].startswith(tree_format.root)]
+    sizes = family.sizes(config)
+    scales: dict[str, LayoutScale] = {}
+    for path, row in tree_format.rows(family, config).items():
+        if row.scale:
+            scale = bind_scale(row.scale, sizes)
+            axis_map = bind_row(row, sizes)
+            for _, indices in axis_map.tensors():
+                scales[axis_map.leaf_path(path, indices)] = scale
     leaf_scales: dict[str, LayoutScale] = {}
     for name in leaves:
         path = name.removeprefix(tree_format.root).removesuffix(BOXED_SUFFIX)
@@ -425,21 +430,6 @@ def _split_non_parameters(
         else:
             kept[name] = leaf
     return kept, [*ignored, *_extra_entries(state)]
-
-
-def _scales_by_path(
-    tree_format: TreeFormat, family: Family, config: HFConfig
-) -> dict[str, LayoutScale]:
-    """Return the scale of each scaled leaf, by path below the tree's root."""
-    sizes = family.sizes(config)
-    scales: dict[str, LayoutScale] = {}
-    for path, row in tree_format.rows(family, config).items():
-        if row.scale:
-            scale = bind_scale(row.scale, sizes)
-            axis_map = bind_row(row, sizes)
-            for _, indices in axis_map.tensors():
-                scales[axis_map.leaf_path(path, indices)] = scale
-    return scales
 
 
 def _expected_leaf_tensors(
@@ -506,7 +496,16 @@ def _find_format(
     layout: str | None,
 ) -> TreeFormat:
     """Return the best format for the leaves."""
-    all_formats = _candidate_formats(family, roots)
+    # A tree with as many layers as the first dim has rows fits both axes by its shapes, so the usual axis 0 comes
+    # first.
+    all_formats: list[TreeFormat] = []
+    for root in roots:
+        all_formats += [TreeFormat(NATIVE_LAYOUT, root, axis) for axis in (0, 1, None)]
+        for name, tree_layout in family.layouts.items():
+            all_formats += [TreeFormat(name, root, axis) for axis in tree_layout.readable_axes]
+            # A base model, saved without its head, has the paths below the prefix.
+            if family.prefix and tree_layout.follows_prefix:
+                all_formats.append(TreeFormat(name, root, None, has_prefix=False))
     candidates = all_formats
     if layout is not None:
         candidates = [candidate for candidate in all_formats if candidate.layout == layout]
@@ -573,18 +572,3 @@ def _score_format(tree_format: TreeFormat, leaves: Leaves, family: Family, confi
     if 2 * num_present >= len(rows):
         return num_present + num_right_shape
     return 0
-
-
-def _candidate_formats(family: Family, roots: Collection[str]) -> list[TreeFormat]:
-    """Return all formats of a family's trees."""
-    # A tree with as many layers as the first dim has rows fits both axes by its shapes, so the usual axis 0 comes
-    # first.
-    candidates: list[TreeFormat] = []
-    for root in roots:
-        candidates += [TreeFormat(NATIVE_LAYOUT, root, axis) for axis in (0, 1, None)]
-        for name, layout in family.layouts.items():
-            candidates += [TreeFormat(name, root, axis) for axis in layout.readable_axes]
-            # A base model, saved without its head, has the paths below the prefix.
-            if family.prefix and layout.follows_prefix:
-                candidates.append(TreeFormat(name, root, None, has_prefix=False))
-    return candidates

@@ -388,7 +388,13 @@ def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedT
         what = text("{} is not supported for {}", Option("layers"), source.display_name)
         raise PrepError(what, "its config does not state the number of layers", f"edit {CONFIG}")
     if not source.family.is_verbatim:
-        _check_first_layers_are_stored(source, config)
+        absent = missing_tensors(source.family, source.config, config)
+        if absent:
+            what = text("{} is not supported for {}", Option("layers"), source.display_name)
+            why = (
+                f"the last layer of a model has tensors of its own, and {absent[0]} does not exist"
+            )
+            raise PrepError(what, why, text("convert it without {}", Option("layers")))
     _check_attention_is_kept(source, config, layers)
     table_dims = tensors_of_all_layers(source.family, source.config)
     kept: list[SourceTensor] = []
@@ -473,15 +479,6 @@ def _truncate_table(
     if axis:
         return part, DroppedTensor(tensor.name, nbytes, LAYERS_RULE, columns=removed)
     return part, DroppedTensor(tensor.name, nbytes, LAYERS_RULE, removed)
-
-
-def _check_first_layers_are_stored(source: Source, truncated: HFConfig) -> None:
-    """Raise PrepError if the source lacks a tensor of a model of the first layers."""
-    names = missing_tensors(source.family, source.config, truncated)
-    if names:
-        what = text("{} is not supported for {}", Option("layers"), source.display_name)
-        why = f"the last layer of a model has tensors of its own, and {names[0]} does not exist"
-        raise PrepError(what, why, text("convert it without {}", Option("layers")))
 
 
 def _truncate_scales(

@@ -209,35 +209,29 @@ def _with_omitted(source: Source, files: OpenFolder) -> Source:
 def _note_reading(source: Source, located: LocatedCheckpoint, drop: Sequence[str]) -> None:
     """Note how the files of a source were read."""
     if source.extra_entries:
-        _report_unindexed(source, located, drop)
+        entries = [entry for entry in source.extra_entries if entry.rule == UNINDEXED_RULE]
+        refused: list[DroppedTensor] = []
+        if located.access.strict:
+            for entry, name in zip(entries, unindexed_names(entries), strict=True):
+                if not matching_drops(name, source, drop):
+                    refused.append(entry)
+        names = [entry.name for entry in refused or entries]
+        if names:
+            verb = "is" if len(names) == 1 else "are"
+            count = f"{count_text(len(names), 'tensor')} of {source.display_name}"
+            listed = join_names(names, max_names=MAX_UNINDEXED_NAMES)
+            if refused:
+                what = f"{count} {verb} not in its index"
+                option = Option("strict", True)
+                hint = text("without {} they are ignored, as in transformers", option)
+                raise PrepError(what, listed, hint)
+            located.access.note(f"{count} {verb} ignored: not in its index: {listed}")
     for note in source.notes:
         located.access.note(note)
     if prefix := source.names.wrapper_prefix:
         located.access.note(
             f"the prefix {quote_name(prefix)} of all tensors of {located.display_name} is taken off"
         )
-
-
-def _report_unindexed(source: Source, located: LocatedCheckpoint, drop: Sequence[str]) -> None:
-    """Note the tensors in the files that the index does not name."""
-    entries = [entry for entry in source.extra_entries if entry.rule == UNINDEXED_RULE]
-    refused: list[DroppedTensor] = []
-    if located.access.strict:
-        for entry, name in zip(entries, unindexed_names(entries), strict=True):
-            if not matching_drops(name, source, drop):
-                refused.append(entry)
-    names = [entry.name for entry in refused or entries]
-    if not names:
-        return
-    verb = "is" if len(names) == 1 else "are"
-    count = f"{count_text(len(names), 'tensor')} of {source.display_name}"
-    listed = join_names(names, max_names=MAX_UNINDEXED_NAMES)
-    if refused:
-        what = f"{count} {verb} not in its index"
-        option = Option("strict", True)
-        hint = text("without {} they are ignored, as in transformers", option)
-        raise PrepError(what, listed, hint)
-    located.access.note(f"{count} {verb} ignored: not in its index: {listed}")
 
 
 def _with_training_state(

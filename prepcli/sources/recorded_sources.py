@@ -81,9 +81,15 @@ def find_source(source: RecordedSource, output: AnyPath, search: Sequence[Path])
             return str(path)
         first = first or str(path)
     if recorded is not None:
-        for path in _outputs_below(search):
-            if _manifest_digest(path) == recorded:
-                return str(path)
+        for folder in search:
+            for parent, folders, files in os.walk(folder):
+                depth = len(Path(parent).relative_to(folder).parts)
+                if depth == MAX_SEARCH_DEPTH:
+                    folders.clear()
+                if MANIFEST_FILE in files:
+                    path = Path(parent)
+                    if _manifest_digest(path) == recorded:
+                        return str(path)
     return first
 
 
@@ -134,17 +140,6 @@ def _candidates(name: str, output: AnyPath, search: Sequence[Path]) -> Iterator[
             yield step_folder(place, step)
         if not steps:
             yield place
-
-
-def _outputs_below(search: Sequence[Path]) -> Iterator[Path]:
-    """Yield the outputs of prep in the folders to search."""
-    for folder in search:
-        for parent, folders, files in os.walk(folder):
-            depth = len(Path(parent).relative_to(folder).parts)
-            if depth == MAX_SEARCH_DEPTH:
-                folders.clear()
-            if MANIFEST_FILE in files:
-                yield Path(parent)
 
 
 def _manifest_digest(path: Path) -> str | None:
@@ -212,7 +207,23 @@ def apply_lock(
         differences.append(f"its commit is {revision}, the lock has {lock.revision}")
     differences += _file_differences(source, lock, hashes_weights=has_other_tensors)
     if not has_other_tensors:
-        differences += _tensor_differences(source, lock)
+        names = _stored_names(source)
+        tensors = {names[tensor.name]: tensor for tensor in source.all_tensors}
+        for name in sorted({*tensors, *lock.tensors}):
+            label = f"tensor {quote_name(name)}"
+            tensor = tensors.get(name)
+            locked = lock.tensors.get(name)
+            if tensor is None:
+                differences.append(f"{label} is missing")
+            elif locked is None:
+                differences.append(f"{label} is not in the lock")
+            elif (tensor.dtype, tensor.shape) != (locked.dtype, locked.shape):
+                present = f"{tensor.dtype} {list(tensor.shape)}"
+                differences.append(
+                    f"{label} is {present}, the lock has {locked.dtype} {list(locked.shape)}"
+                )
+            elif tensor.digests and tensor.digests != locked.digests:
+                differences.append(f"{label} has other digests in {MANIFEST_FILE} than in the lock")
     if differences:
         raise PrepError(
             f"{source.display_name} differs from {lock_name}",
@@ -275,25 +286,6 @@ def _file_differences(source: Source, lock: Lock, *, hashes_weights: bool) -> It
                 yield f"{label} has no SHA-256 to compare, and its decoded or mapped tensors are not in the lock"
             elif digest != locked.digest:
                 yield f"{label} has the SHA-256 {digest}, the lock has {locked.digest}"
-
-
-def _tensor_differences(source: Source, lock: Lock) -> Iterator[str]:
-    """Yield a text for each missing or additional tensor, and for each with another dtype, shape or digest."""
-    names = _stored_names(source)
-    tensors = {names[tensor.name]: tensor for tensor in source.all_tensors}
-    for name in sorted({*tensors, *lock.tensors}):
-        label = f"tensor {quote_name(name)}"
-        tensor = tensors.get(name)
-        locked = lock.tensors.get(name)
-        if tensor is None:
-            yield f"{label} is missing"
-        elif locked is None:
-            yield f"{label} is not in the lock"
-        elif (tensor.dtype, tensor.shape) != (locked.dtype, locked.shape):
-            present = f"{tensor.dtype} {list(tensor.shape)}"
-            yield f"{label} is {present}, the lock has {locked.dtype} {list(locked.shape)}"
-        elif tensor.digests and tensor.digests != locked.digests:
-            yield f"{label} has other digests in {MANIFEST_FILE} than in the lock"
 
 
 def _stored_names(source: Source) -> dict[str, str]:

@@ -279,7 +279,16 @@ def _parse_step(run: str, step: int | str) -> RunStep | BucketUrl:
             text("{}", Option("step", LAST)),
         )
     if is_url(run):
-        return _parse_step_url(run, str(step))
+        step_name = str(step)
+        # The listing of the run's folder shows its last step, which `BucketFolder` selects.
+        if step_name == LAST:
+            return BucketUrl(run, parse_url(run))
+        if step_name == BEST:
+            why = "the manifests of all steps would be read over the network"
+            what = text("{} is not supported for {}", Option("step", BEST), run)
+            raise usage_error(what, why, text("{}", Option("step", "N")))
+        url = f"{run.rstrip('/')}/{step_name}"
+        return BucketUrl(url, parse_url(url))
     folder = Path(run).expanduser()
     steps = saved_steps(folder)
     if step == BEST:
@@ -303,19 +312,6 @@ def _parse_step(run: str, step: int | str) -> RunStep | BucketUrl:
     if steps:
         hint = text("{}", Option("step", LAST))
     raise usage_error(what, why, hint)
-
-
-def _parse_step_url(run: str, step: str) -> BucketUrl:
-    """Return the reference to a step of a run in an object store."""
-    # The listing of the run's folder shows its last step, which `BucketFolder` selects.
-    if step == LAST:
-        return BucketUrl(run, parse_url(run))
-    if step == BEST:
-        why = "the manifests of all steps would be read over the network"
-        what = text("{} is not supported for {}", Option("step", BEST), run)
-        raise usage_error(what, why, text("{}", Option("step", "N")))
-    url = f"{run.rstrip('/')}/{step}"
-    return BucketUrl(url, parse_url(url))
 
 
 def _without_revision(
@@ -429,31 +425,28 @@ def _visible_folders(cwd: Path) -> list[Path]:
 def _missing_path_error(path: str, reason: str, cwd: Path) -> PrepError:
     target = cwd / os.path.expanduser(path)
     why = f"it looks like a path because it {reason}"
-    return usage_error(
-        f"`{shorten(path, MAX_NAME_CHARS)}` does not exist",
-        why,
-        _missing_path_hint(path, target, cwd),
-    )
-
-
-def _missing_path_hint(path: str, target: Path, cwd: Path) -> str | Text:
-    """Return a hint with a folder of a similar name, else with the folders there, else with the command for names."""
     if target.parent.is_dir():
         names = [folder.name for folder in _visible_folders(target.parent)]
     else:
         names = []
     if suggestion := suggest(target.name, names):
-        return f"did you mean `{path.rstrip('/').removesuffix(target.name)}{suggestion}`?"
-    if not names:
-        return text("{} lists the models that can be named without a path", Command("models"))
-    if target.parent.resolve() == cwd.resolve():
-        where = "here"
+        hint = f"did you mean `{path.rstrip('/').removesuffix(target.name)}{suggestion}`?"
+    elif not names:
+        hint = text("{} lists the models that can be named without a path", Command("models"))
     else:
-        where = f"in {target.parent}"
-    listed = ", ".join(names[:MAX_LISTED_FOLDERS])
-    if len(names) > MAX_LISTED_FOLDERS:
-        listed += " …"
-    return f"folders {where}: {listed}"
+        if target.parent.resolve() == cwd.resolve():
+            where = "here"
+        else:
+            where = f"in {target.parent}"
+        listed = ", ".join(names[:MAX_LISTED_FOLDERS])
+        if len(names) > MAX_LISTED_FOLDERS:
+            listed += " …"
+        hint = f"folders {where}: {listed}"
+    return usage_error(
+        f"`{shorten(path, MAX_NAME_CHARS)}` does not exist",
+        why,
+        hint,
+    )
 
 
 def _unknown_name_error(name: str, cwd: Path) -> PrepError:

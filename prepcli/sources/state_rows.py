@@ -80,7 +80,10 @@ def state_axis_map(path: str, parameter_map: AxisMap, shape: tuple[int, ...]) ->
         if counts_layers([factor.atom for factor in kept_dim]):
             layer_indices.append(TensorIndex(kept_dim))
         else:
-            source_dims.append(_tensor_dim(kept_dim))
+            extent = 1
+            for factor in kept_dim:
+                extent *= factor.extent
+            source_dims.append(TensorDim(extent, 0, kept_dim))
     name = SEPARATOR + path
     if layer_indices:
         name = SEPARATOR + unstacked_path(path, LAYER_MARK)
@@ -88,14 +91,6 @@ def state_axis_map(path: str, parameter_map: AxisMap, shape: tuple[int, ...]) ->
     return AxisMap(
         parameter_map.text, tuple(dims), (before, *layer_indices, after), tuple(source_dims)
     )
-
-
-def _tensor_dim(factors: tuple[SizedAxis, ...]) -> TensorDim:
-    """Return a tensor dim with the elements of a leaf dim."""
-    extent = 1
-    for factor in factors:
-        extent *= factor.extent
-    return TensorDim(extent, 0, factors)
 
 
 def index_state_tensors(

@@ -365,7 +365,15 @@ def match_tensors(
     # Every tensor gets exactly one of three answers: it is used by rows, dropped by a named rule, or
     # listed in an error. A row may stack many tensors, and several rows may use parts of one tensor.
     family = names.family
-    rows, is_tied, duplicates = _resolve_tying(family, config, rows, tensors, options)
+    tying = family.tying
+    # A tied head that is stored is dropped as a duplicate of the embedding, after a comparison of bytes.
+    duplicates = {name: original for name, original in family.duplicates.items() if name in tensors}
+    has_head = tying.head_tensor in tensors
+    is_tied = family.is_tied(config, tensors) and not (has_head and options.untie)
+    if is_tied:
+        rows = {path: row for path, row in rows.items() if path != tying.head_leaf}
+        if has_head:
+            duplicates = {tying.head_tensor: tying.embedding_tensor} | duplicates
     uses = tensor_uses(rows, sizes)
     if family.is_verbatim:
         # A tensor without elements has no leaf, and is kept as well.
@@ -385,7 +393,18 @@ def match_tensors(
         raise error
     checks = tuple(EqualityCheck(name, original) for name, original in duplicates.items())
     for check in checks:
-        _check_same_metadata(names, tensors, check)
+        duplicate = tensors[check.name]
+        original = tensors[check.duplicate_of]
+        if (duplicate.dtype, duplicate.shape) != (original.dtype, original.shape):
+            duplicate_text = f"{duplicate.dtype} {list(duplicate.shape)}"
+            original_text = f"{original.dtype} {list(original.shape)}"
+            pair = (check.name, check.duplicate_of)
+            raise not_equal_error(
+                names.family,
+                check,
+                display_names={name: names.full_name(name) for name in pair},
+                difference=f"they are {duplicate_text} and {original_text}",
+            )
     frozen_uses = {name: tuple(tensor_uses) for name, tensor_uses in uses.items()}
     return TensorMatch(frozen_uses, dropped, checks, is_tied)
 
@@ -406,44 +425,6 @@ def tensor_uses(
             use = TensorUse(path.format(**stacked), path, axis_map, tuple(stacked.items()))
             uses.setdefault(name, []).append(use)
     return uses
-
-
-def _resolve_tying(
-    family: Family,
-    config: HFConfig,
-    rows: Mapping[str, ParsedAxisMap],
-    tensors: Mapping[str, TensorInfo],
-    options: MatchOptions,
-) -> tuple[dict[str, ParsedAxisMap], bool, dict[str, str]]:
-    """Resolve whether the head is tied to the embedding."""
-    tying = family.tying
-    # A tied head that is stored is dropped as a duplicate of the embedding, after a comparison of bytes.
-    duplicates = {name: original for name, original in family.duplicates.items() if name in tensors}
-    has_head = tying.head_tensor in tensors
-    if not family.is_tied(config, tensors) or (has_head and options.untie):
-        return dict(rows), False, duplicates
-    rows_without_head = {path: row for path, row in rows.items() if path != tying.head_leaf}
-    if has_head:
-        duplicates = {tying.head_tensor: tying.embedding_tensor} | duplicates
-    return rows_without_head, True, duplicates
-
-
-def _check_same_metadata(
-    names: TensorNames, tensors: Mapping[str, TensorInfo], check: EqualityCheck
-) -> None:
-    """Raise PrepError if the tensors of a check differ in dtype or shape. Values are compared while they are read."""
-    duplicate = tensors[check.name]
-    original = tensors[check.duplicate_of]
-    if (duplicate.dtype, duplicate.shape) != (original.dtype, original.shape):
-        duplicate_text = f"{duplicate.dtype} {list(duplicate.shape)}"
-        original_text = f"{original.dtype} {list(original.shape)}"
-        pair = (check.name, check.duplicate_of)
-        raise not_equal_error(
-            names.family,
-            check,
-            display_names={name: names.full_name(name) for name in pair},
-            difference=f"they are {duplicate_text} and {original_text}",
-        )
 
 
 def not_equal_error(

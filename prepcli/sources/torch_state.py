@@ -103,13 +103,21 @@ def read_trainer_checkpoint(source: Source) -> Source:
         if group["weight_decay"]:
             decayed += [keys[key] for key in group["params"]]
     others = [name for name in OTHER_FILES if (source.root / name).is_file()]
+    metadata_digest = optimizer.digest
+    if source.manifest is not None:
+        ranges: list[tuple[int, int]] = []
+        for entries in tensors.values():
+            for entry in ENTRIES:
+                moment = entries[entry]
+                ranges.append((moment.offset, moment.offset + moment.nbytes))
+        metadata_digest = record_digest_of_pieces(bytes_between(path, sorted(ranges)))
     return add_training_state(
         source,
         numbers,
         tuple(_moments(source, str(path), moments)),
         (*others, *decay_differences(source, decayed)),
         files=(path,),
-        stamps=(_stamp(source, path, optimizer, tensors),),
+        stamps=(SourceFile(path.name, optimizer.size, optimizer.mtime_ns, metadata_digest),),
     )
 
 
@@ -146,7 +154,16 @@ def read_dcp_state(source: Source) -> Source:
         if entry.rule != OPT_STATE_RULE and not entry.name.startswith(GROUPS_PREFIX)
     )
     left_out = dict.fromkeys(_part(entry.name) for entry in others)
-    left_out |= dict.fromkeys(_other_parameters(source, names, tensors))
+    # E.g. `optimizer.state.value_head.weight`, the state of a parameter outside of the model.
+    for state_name in tensors:
+        if not state_name.startswith(STATE_PREFIX):
+            continue
+        parameter, _, entry = state_name.removeprefix(STATE_PREFIX).rpartition(".")
+        if parameter not in names:
+            left_out[f"{STATE_PREFIX}{parameter}"] = None
+        elif entry not in (*ENTRIES, STEP_ENTRY):
+            what = f"{source.display_name} has no state of AdamW"
+            raise PrepError(what, f"the optimizer keeps {state_name}", WITHOUT_STATE_HINT)
     # Groups without names of parameters have no decayed ones.
     decays: dict[str, float] = {}
     for group in groups:
@@ -373,24 +390,6 @@ def _archived_entries(
     return entries
 
 
-def _stamp(
-    source: Source,
-    path: AnyPath,
-    optimizer: TorchObject,
-    tensors: Mapping[str, Mapping[str, Array]],
-) -> SourceFile:
-    """Return the stamp of the file. Of an output of prep, it has the digest of the bytes outside of moments."""
-    metadata_digest = optimizer.digest
-    if source.manifest is not None:
-        ranges: list[tuple[int, int]] = []
-        for entries in tensors.values():
-            for entry in ENTRIES:
-                moment = entries[entry]
-                ranges.append((moment.offset, moment.offset + moment.nbytes))
-        metadata_digest = record_digest_of_pieces(bytes_between(path, sorted(ranges)))
-    return SourceFile(path.name, optimizer.size, optimizer.mtime_ns, metadata_digest)
-
-
 # --- Torch distributed checkpoints ---
 
 
@@ -402,21 +401,6 @@ def _part(name: str) -> str:
     """
     key, _, _ = name.partition(".")
     return name if key == OPTIMIZER else key
-
-
-def _other_parameters(
-    source: Source, parameters: Collection[str], tensors: Mapping[str, Array]
-) -> Iterator[str]:
-    """Yield the optimizer states of parameters outside of the model, e.g. `optimizer.state.value_head.weight`."""
-    for name in tensors:
-        if not name.startswith(STATE_PREFIX):
-            continue
-        parameter, _, entry = name.removeprefix(STATE_PREFIX).rpartition(".")
-        if parameter not in parameters:
-            yield f"{STATE_PREFIX}{parameter}"
-        elif entry not in (*ENTRIES, STEP_ENTRY):
-            what = f"{source.display_name} has no state of AdamW"
-            raise PrepError(what, f"the optimizer keeps {name}", WITHOUT_STATE_HINT)
 
 
 def _dcp_entries(

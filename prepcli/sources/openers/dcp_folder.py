@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from prepcli.algebra.boxes import Range
@@ -52,7 +52,16 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     folder = read_dcp_folder(path)
     state: tuple[Array, ...] = ()
     others: tuple[Array, ...] = ()
-    library = _find_library({tensor.name for tensor in folder.tensors}, hints)
+    if hints.layout not in (None, *DCP_LAYOUTS):
+        what = text("{} is unknown for DCP", Option("source_layout", hints.layout))
+        why = f"its layouts are {', '.join(DCP_LAYOUTS)}"
+        raise PrepError(what, why, did_you_mean(hints.layout or "", DCP_LAYOUTS))
+    if hints.layout is None:
+        library = find_marked_library({tensor.name for tensor in folder.tensors})
+    elif hints.layout == HF_LAYOUT:
+        library = None
+    else:
+        library = find_library(hints.layout)
     if library is None:
         folder, state, others = _split_state(folder)
     config_path = find_config_path(hints, path, located.display_name)
@@ -72,7 +81,10 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
         model = replace(model, names=tree.names)
         tensors = tree.tensors
         extra_entries = tree.extra_entries
-        folder = _without_entries(folder, [entry.name for entry in extra_entries])
+        entries = [entry.name for entry in extra_entries]
+        kept_tensors = [tensor for tensor in folder.tensors if tensor.name not in entries]
+        names = [name for name in folder.non_tensors if name.partition(".")[0] not in entries]
+        folder = replace(folder, tensors=tuple(kept_tensors), non_tensors=tuple(names))
     copied = tuple(file for file in model.side_files.copied if file.path not in folder.files)
     source = make_source(
         located,
@@ -81,31 +93,16 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
         folder.files,
         _file_stamps(folder, state, is_written=located.manifest is not None),
     )
-    extra_entries = (*extra_entries, *_extra_entries(folder, state, others))
+    unused: list[DroppedTensor] = []
+    if state:
+        nbytes = sum(tensor.nbytes for tensor in state)
+        unused.append(DroppedTensor(STATE_PREFIX.removesuffix("."), nbytes, OPT_STATE_RULE))
+    for tensor in others:
+        unused.append(DroppedTensor(tensor.name, tensor.nbytes, TRAINING_STATE_RULE))
+    for name in folder.non_tensors:
+        unused.append(DroppedTensor(name, 0, NOT_A_TENSOR_RULE))
+    extra_entries = (*extra_entries, *unused)
     return replace(source, extra_entries=extra_entries)
-
-
-def _find_library(names: Collection[str], hints: SourceHints) -> Library | None:
-    """Return the library with the names of the tensors, or the one that the user states. None for Hugging Face."""
-    if hints.layout not in (None, *DCP_LAYOUTS):
-        what = text("{} is unknown for DCP", Option("source_layout", hints.layout))
-        why = f"its layouts are {', '.join(DCP_LAYOUTS)}"
-        raise PrepError(what, why, did_you_mean(hints.layout or "", DCP_LAYOUTS))
-    if hints.layout is None:
-        return find_marked_library(names)
-    if hints.layout == HF_LAYOUT:
-        return None
-    return find_library(hints.layout)
-
-
-def _without_entries(folder: DcpFolder, entries: Collection[str]) -> DcpFolder:
-    """Return a checkpoint without its tensors of these names, and without the other values below them.
-
-    E.g. values below `optimizer`, and a buffer.
-    """
-    tensors = [tensor for tensor in folder.tensors if tensor.name not in entries]
-    names = [name for name in folder.non_tensors if name.partition(".")[0] not in entries]
-    return replace(folder, tensors=tuple(tensors), non_tensors=tuple(names))
 
 
 def _split_state(
@@ -126,19 +123,6 @@ def _split_state(
         elif not tensor.name.startswith(STATE_PREFIX):
             others.append(tensor)
     return replace(folder, tensors=tuple(model)), state, tuple(others)
-
-
-def _extra_entries(
-    folder: DcpFolder, state: Sequence[Array], others: Sequence[Array]
-) -> Iterator[DroppedTensor]:
-    """Yield the unused content: the optimizer state as a whole, other tensors, and values other than tensors."""
-    if state:
-        nbytes = sum(tensor.nbytes for tensor in state)
-        yield DroppedTensor(STATE_PREFIX.removesuffix("."), nbytes, OPT_STATE_RULE)
-    for tensor in others:
-        yield DroppedTensor(tensor.name, tensor.nbytes, TRAINING_STATE_RULE)
-    for name in folder.non_tensors:
-        yield DroppedTensor(name, 0, NOT_A_TENSOR_RULE)
 
 
 def _file_stamps(

@@ -65,7 +65,9 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
         tree = match_foreign_tree(
             leaves, family, config, display_name, layout=hints.layout, manifest=manifest
         )
-        _check_no_scale(tree, display_name)
+        if tree.scales:
+            why = f"its tree is that of {tree.format.layout}, which prep reads from Orbax items"
+            raise PrepError(f"{display_name} is not supported", why, "save it with Orbax")
         _check_easylm_prefix(tree, hints, display_name)
         names = tree.names
         tree_tensors = tree.tensors
@@ -120,13 +122,6 @@ def _extra_scalars(stored: ModelFiles, tree: ForeignTree) -> Iterator[DroppedTen
             if key not in listed_names and key != PARAMS:
                 listed_names.add(key)
                 yield DroppedTensor(key, 0, TRAINING_STATE_RULE)
-
-
-def _check_no_scale(tree: ForeignTree, display_name: str) -> None:
-    """Raise PrepError if the layout of the tree scales values. Only Orbax items are read with a scale."""
-    if tree.scales:
-        why = f"its tree is that of {tree.format.layout}, which prep reads from Orbax items"
-        raise PrepError(f"{display_name} is not supported", why, "save it with Orbax")
 
 
 def _check_easylm_prefix(tree: ForeignTree, hints: SourceHints, display_name: str) -> None:

@@ -172,15 +172,29 @@ def add_item_state(
         if count != num_updates:
             other_counts[leaf] = count
     if source.manifest is not None:
-        _check_written_leaves(source, source.manifest, leaves, other_counts, num_updates)
+        what = f"{source.display_name} is damaged"
+        for leaf, count in other_counts.items():
+            why = f"{leaf} is {count}, and the moments have {num_updates} updates"
+            raise DamagedError(what, why, GET_AGAIN_HINT)
+        constants: list[SourceTensor] = []
+        for name in source.manifest.others.keys() & leaves.keys():
+            constants.append(leaf_as_tensor(name, leaves[name], source.manifest.others))
+        read_small_tensors(source, constants)
     # E.g. the moments of a value head.
     parameters = {tensor.name for tensor in source.tensors}
-    other_moments = [
-        f"{tree.format.root}{tensor.name}"
-        for tree in moments.trees.values()
-        for tensor in tree.tensors
-        if tensor.name not in parameters
-    ]
+    other_moments: list[str] = []
+    state_tensors: list[SourceTensor] = []
+    for slot, tree in moments.trees.items():
+        records = (source.manifest or NO_MANIFEST).slots.get(slot, {})
+        for tensor in tree.tensors:
+            if tensor.name not in parameters:
+                other_moments.append(f"{tree.format.root}{tensor.name}")
+                continue
+            name = tree.names.full_name(tensor.name)
+            digests = recorded_digests(records, name)
+            if qualify(slot, name) in scale_records:
+                digests = scaled_digests(scale_records[qualify(slot, name)], tensor.shape[0])
+            state_tensors.append(replace(tensor, name=qualify(slot, tensor.name), digests=digests))
     left_out = [
         *_unread_parts(moments, leaves),
         *other_moments,
@@ -200,27 +214,9 @@ def add_item_state(
     return add_training_state(
         replace(source, extra_entries=tuple(others)),
         numbers,
-        tuple(_moment_tensors(source, moments, scale_records)),
+        tuple(state_tensors),
         tuple(left_out),
     )
-
-
-def _check_written_leaves(
-    source: Source,
-    manifest: Manifest,
-    leaves: Mapping[str, Array],
-    other_counts: Mapping[str, int],
-    num_updates: int,
-) -> None:
-    """Raise DamagedError if a constant leaf of an output of prep differs from its digest, or from the count of Adam."""
-    what = f"{source.display_name} is damaged"
-    for leaf, count in other_counts.items():
-        why = f"{leaf} is {count}, and the moments have {num_updates} updates"
-        raise DamagedError(what, why, GET_AGAIN_HINT)
-    constants: list[SourceTensor] = []
-    for name in manifest.others.keys() & leaves.keys():
-        constants.append(leaf_as_tensor(name, leaves[name], manifest.others))
-    read_small_tensors(source, constants)
 
 
 def _unread_parts(moments: MomentTrees, leaves: Mapping[str, Array]) -> Iterator[str]:
@@ -256,24 +252,6 @@ def _part(name: str, adam: str) -> str:
             break
         num_shared += 1
     return ".".join(keys[: num_shared + 1])
-
-
-def _moment_tensors(
-    source: Source, moments: MomentTrees, scale_records: Mapping[str, ScaleRecord]
-) -> Iterator[SourceTensor]:
-    """Yield the moments and averages of the parameters with their recorded digests."""
-    manifest = source.manifest or NO_MANIFEST
-    parameters = {tensor.name for tensor in source.tensors}
-    for slot, tree in moments.trees.items():
-        records = manifest.slots.get(slot, {})
-        for tensor in tree.tensors:
-            if tensor.name not in parameters:
-                continue
-            name = tree.names.full_name(tensor.name)
-            digests = recorded_digests(records, name)
-            if qualify(slot, name) in scale_records:
-                digests = scaled_digests(scale_records[qualify(slot, name)], tensor.shape[0])
-            yield replace(tensor, name=qualify(slot, tensor.name), digests=digests)
 
 
 def _read_step(source: Source, leaves: Mapping[str, Array]) -> int:

@@ -93,7 +93,17 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     path = located.files.path
     if hints.verbatim and (path / MISTRAL_FILE).exists():
         return hf_folder.read(replace(located, kind="safetensors"), hints)
-    headers = _read_headers(path)
+    names = [name for name in list_folder(path) if CONSOLIDATED_FILE.fullmatch(name)]
+    if not names:
+        headers = [read_safetensors_header(path / MISTRAL_FILE, 0)]
+    else:
+        expected = [f"consolidated.{number:02d}.pth" for number in range(len(names))]
+        if missing := [name for name in expected if name not in names]:
+            why = f"{path} has {len(names)} such files, up to {names[-1]}"
+            raise PrepError(
+                f"{missing[0]} is missing", why, "copy all files: each has a part of the model"
+            )
+        headers = map_files(read_torch_header, [path / name for name in names], range(len(names)))
     config = _load_config(located, hints, headers)
     family = FAMILIES[str(config["model_type"])]
     sharded = _ShardedTensors(headers, config, family)
@@ -129,20 +139,6 @@ def _hf_name(name: str, family: Family) -> str:
     if name in (*family.unprefixed, ROPE_FREQUENCIES):
         return name
     return family.prefix + name
-
-
-def _read_headers(path: AnyPath) -> list[FileHeader]:
-    """Read the header of each rank's file, in order. Raise PrepError if one is missing."""
-    names = [name for name in list_folder(path) if CONSOLIDATED_FILE.fullmatch(name)]
-    if not names:
-        return [read_safetensors_header(path / MISTRAL_FILE, 0)]
-    expected = [f"consolidated.{number:02d}.pth" for number in range(len(names))]
-    if missing := [name for name in expected if name not in names]:
-        why = f"{path} has {len(names)} such files, up to {names[-1]}"
-        raise PrepError(
-            f"{missing[0]} is missing", why, "copy all files: each has a part of the model"
-        )
-    return map_files(read_torch_header, [path / name for name in names], range(len(names)))
 
 
 # The config
@@ -242,7 +238,18 @@ class _ShardedTensors:
         A tensor without a rule keeps its name.
         """
         for name, shards in self._shards_by_name.items():
-            self._check_shards(name, shards)
+            if len(shards) != len(self._headers):
+                files_with_shard = {tensor.file for tensor, _ in shards}
+                numbers = range(len(self._headers))
+                first = next(number for number in numbers if number not in files_with_shard)
+                raise PrepError(
+                    f"{self._headers[first].file_name} lacks {quote_name(name)}",
+                    "each file of Meta's has a part of each tensor",
+                    GET_AGAIN_HINT,
+                )
+            if len(dtypes := {tensor.dtype for tensor, _ in shards}) > 1:
+                why = f"their dtypes are {' and '.join(sorted(dtypes))}"
+                raise PrepError(f"the parts of {quote_name(name)} differ", why, GET_AGAIN_HINT)
             match = _LAYER_TENSOR.fullmatch(name)
             pattern = _LAYER + match[2] if match else name
             first, blob = shards[0]
@@ -264,21 +271,6 @@ class _ShardedTensors:
                 ),
             )
 
-    def _check_shards(self, name: str, shards: Sequence[tuple[Array, int]]) -> None:
-        """Raise PrepError unless each file has a shard, all of one dtype."""
-        if len(shards) != len(self._headers):
-            files_with_shard = {tensor.file for tensor, _ in shards}
-            numbers = range(len(self._headers))
-            first = next(number for number in numbers if number not in files_with_shard)
-            raise PrepError(
-                f"{self._headers[first].file_name} lacks {quote_name(name)}",
-                "each file of Meta's has a part of each tensor",
-                GET_AGAIN_HINT,
-            )
-        if len(dtypes := {tensor.dtype for tensor, _ in shards}) > 1:
-            why = f"their dtypes are {' and '.join(sorted(dtypes))}"
-            raise PrepError(f"the parts of {quote_name(name)} differ", why, GET_AGAIN_HINT)
-
     def _placement(
         self,
         pattern: str,
@@ -291,7 +283,19 @@ class _ShardedTensors:
         # LLaMA 1 and 2 shard the columns of the embedding, LLaMA 3 its rows.
         if pattern == EMBEDDING and shards[0][0].shape[1:] == axis_map.leaf_shape[1:]:
             axis = 0
-        chunk_shape = self._shard_shape(axis_map, axis)
+        num_files = len(self._headers)
+        for atom in ("heads", "kv_heads"):
+            if self._sizes[atom] % num_files:
+                why = f"{self._sizes[atom]} {atom} are not divisible by {num_files} files"
+                raise PrepError(
+                    "attention heads are split across files",
+                    why,
+                    "check that no `consolidated.*.pth` is missing",
+                )
+        shape = list(axis_map.leaf_shape)
+        if axis is not None:
+            shape[axis] //= num_files
+        chunk_shape = tuple(shape)
         for tensor, _ in shards:
             if tensor.shape != chunk_shape:
                 raise self._shape_error(tensor, axis_map, axis, chunk_shape)
@@ -319,22 +323,6 @@ class _ShardedTensors:
         first = parts[0][0]
         array = Array(first.name, first.dtype, axis_map.leaf_shape, chunk_shape, chunks)
         return MappedArray(axis_map, tuple(indices.items()), array)
-
-    def _shard_shape(self, axis_map: AxisMap, axis: int | None) -> tuple[int, ...]:
-        """Return the shape of each file's shard. Raise PrepError if the heads are not divisible by the files."""
-        num_files = len(self._headers)
-        for atom in ("heads", "kv_heads"):
-            if self._sizes[atom] % num_files:
-                why = f"{self._sizes[atom]} {atom} are not divisible by {num_files} files"
-                raise PrepError(
-                    "attention heads are split across files",
-                    why,
-                    "check that no `consolidated.*.pth` is missing",
-                )
-        shape = list(axis_map.leaf_shape)
-        if axis is not None:
-            shape[axis] //= num_files
-        return tuple(shape)
 
     def _shape_error(
         self, tensor: Array, axis_map: AxisMap, axis: int | None, expected: tuple[int, ...]

@@ -16,7 +16,7 @@ from prepcli.formats.safetensors import (
     read_adapter_files,
 )
 from prepcli.models.parameters import Family, WeightTying
-from prepcli.planning.manifest_fields import Manifest, TensorRecord, TensorRecords
+from prepcli.planning.manifest_fields import Manifest, TensorRecord
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.hf_folder import file_tensors
 from prepcli.sources.references import SourceHints
@@ -46,7 +46,24 @@ def read_checked_header(path: AnyPath) -> tuple[FileHeader, Manifest | None]:
     manifest = read_manifest(path)
     if manifest is not None:
         check_header(path / ADAPTER_FILE, manifest, header.digest)
-        _check_records(path, header, manifest.tensors)
+        for tensor in header.tensors:
+            record = manifest.tensors.get(tensor.name, NO_RECORD)
+            recorded = record.get("dtype"), record.get("shape")
+            if recorded != (tensor.dtype, list(tensor.shape)):
+                stored = f"{tensor.name}, {tensor.dtype} {list(tensor.shape)}"
+                why = f"{ADAPTER_FILE} has {stored}, {MANIFEST_FILE} records {_record_text(record)}"
+                raise DamagedError(f"{path} is damaged", why, DAMAGE_HINT)
+            num_rows = tensor.shape[0] if tensor.shape else 1
+            if [digest[:2] for digest in record["digests"]] != [[0, num_rows]]:
+                why = f"{MANIFEST_FILE} has no digest of all rows of {tensor.name}"
+                raise DamagedError(f"{path} is damaged", why, DAMAGE_HINT)
+        # A tensor that was removed from the file has no digest left to compare, so the names are
+        # compared in both directions.
+        missing = sorted(manifest.tensors.keys() - {tensor.name for tensor in header.tensors})
+        if missing:
+            raise DamagedError(
+                f"{path} is damaged", f"{ADAPTER_FILE} has no {missing[0]:.200}", DAMAGE_HINT
+            )
     return header, manifest
 
 
@@ -85,28 +102,6 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     del hints  # the config of the base is not needed
     source = open_adapter(located.files.path, ADAPTER_FAMILY, {})
     return replace(source, display_name=located.display_name)
-
-
-def _check_records(path: AnyPath, header: FileHeader, records: TensorRecords) -> None:
-    """Raise DamagedError unless the header has the recorded tensors, each with a digest of all rows."""
-    for tensor in header.tensors:
-        record = records.get(tensor.name, NO_RECORD)
-        recorded = record.get("dtype"), record.get("shape")
-        if recorded != (tensor.dtype, list(tensor.shape)):
-            stored = f"{tensor.name}, {tensor.dtype} {list(tensor.shape)}"
-            why = f"{ADAPTER_FILE} has {stored}, {MANIFEST_FILE} records {_record_text(record)}"
-            raise DamagedError(f"{path} is damaged", why, DAMAGE_HINT)
-        num_rows = tensor.shape[0] if tensor.shape else 1
-        if [digest[:2] for digest in record["digests"]] != [[0, num_rows]]:
-            why = f"{MANIFEST_FILE} has no digest of all rows of {tensor.name}"
-            raise DamagedError(f"{path} is damaged", why, DAMAGE_HINT)
-    # A tensor that was removed from the file has no digest left to compare, so the names are
-    # compared in both directions.
-    missing = sorted(records.keys() - {tensor.name for tensor in header.tensors})
-    if missing:
-        raise DamagedError(
-            f"{path} is damaged", f"{ADAPTER_FILE} has no {missing[0]:.200}", DAMAGE_HINT
-        )
 
 
 def _record_text(record: TensorRecord) -> str:

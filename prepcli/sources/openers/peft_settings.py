@@ -75,25 +75,6 @@ IGNORED_FIELDS = {
 }  # fmt: skip
 
 
-def _check_unread_fields(folder: AnyPath, content: Mapping[str, object]) -> None:
-    """Raise PrepError for a field with an unsupported value, or one that is unknown and set."""
-    for name, (values, reason) in SUPPORTED_VALUES.items():
-        # 0 == False in Python, but an integer is not a boolean setting.
-        value = content.get(name)
-        is_supported = any(type(value) is type(each) and value == each for each in values)
-        if name in content and not is_supported:
-            what = f"{folder}: {name} = {value_text(value)} is not supported"
-            raise PrepError(what, reason, MERGE_HINT)
-    known = IGNORED_FIELDS | SUPPORTED_VALUES.keys() | PeftSettings.model_fields.keys()
-    for name, value in content.items():
-        # An empty value is the default of every field that turns something on.
-        if name not in known and value:
-            what = f"{folder}: {name[:60]!r} = {value_text(value)} is unknown"
-            why = "a setting of adapters may change the model or its training"
-            hint = "remove it from adapter_config.json if it changes neither"
-            raise PrepError(what, why, hint)
-
-
 def value_text(value: object) -> str:
     """Return a short text of a value. Python refuses to print integers of thousands of digits."""
     if isinstance(value, int) and abs(value) >= 10**30:
@@ -192,11 +173,32 @@ def read_settings(folder: AnyPath) -> PeftSettings:
         )
     check_files(folder, read_manifest(folder) or NO_MANIFEST)
     content = read_config(path)
-    _check_unread_fields(folder, content)
+    for name, (values, reason) in SUPPORTED_VALUES.items():
+        # 0 == False in Python, but an integer is not a boolean setting.
+        value = content.get(name)
+        is_supported = any(type(value) is type(each) and value == each for each in values)
+        if name in content and not is_supported:
+            what = f"{folder}: {name} = {value_text(value)} is not supported"
+            raise PrepError(what, reason, MERGE_HINT)
+    known = IGNORED_FIELDS | SUPPORTED_VALUES.keys() | PeftSettings.model_fields.keys()
+    for name, value in content.items():
+        # An empty value is the default of every field that turns something on.
+        if name not in known and value:
+            what = f"{folder}: {name[:60]!r} = {value_text(value)} is unknown"
+            why = "a setting of adapters may change the model or its training"
+            hint = "remove it from adapter_config.json if it changes neither"
+            raise PrepError(what, why, hint)
     try:
         settings = PeftSettings.model_validate(content)
     except ValidationError as error:
-        raise _invalid_error(path, _describe_faults(error)) from None
+        faults: dict[str, str] = {}
+        for item in error.errors(include_url=False, include_context=False):
+            fault = "is missing"
+            if item["type"] != "missing":
+                fault = f"is {value_text(item['input'])}, it {item['msg'].removeprefix('Input ')}"
+            key = str(item["loc"][0])
+            faults.setdefault(key, f"{key} {fault}")
+        raise _invalid_error(path, "; ".join(list(faults.values())[:MAX_SHOWN])) from None
     _check_scale(path, settings, settings.lora_config().scaling)
     if settings.target_parameters and settings.lora_dropout:
         why = f"lora_dropout is {settings.lora_dropout:g}, and PEFT has no dropout for target_parameters"
@@ -372,18 +374,6 @@ def _check_scale(path: AnyPath, settings: PeftSettings, scale: float) -> None:
         raise _invalid_error(
             path, f"lora_alpha / {divisor} is {scale:g}, which float32 cannot hold"
         )
-
-
-def _describe_faults(error: ValidationError) -> str:
-    """Describe the first invalid keys."""
-    faults: dict[str, str] = {}
-    for item in error.errors(include_url=False, include_context=False):
-        fault = "is missing"
-        if item["type"] != "missing":
-            fault = f"is {value_text(item['input'])}, it {item['msg'].removeprefix('Input ')}"
-        key = str(item["loc"][0])
-        faults.setdefault(key, f"{key} {fault}")
-    return "; ".join(list(faults.values())[:MAX_SHOWN])
 
 
 def _invalid_error(path: AnyPath, why: str) -> PrepError:
