@@ -25,8 +25,7 @@ from prepcli.planning.object_files import (
 )
 from prepcli.planning.plan import OutputLeaf
 from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.sources.folders import Access
-from prepcli.sources.locate import locate
+from prepcli.sources.locate import Access, locate
 from prepcli.sources.opening import open_source
 from prepcli.stores.addresses import ObjectStoreUrl
 from prepcli.stores.bucket_lock import BucketLock

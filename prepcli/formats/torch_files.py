@@ -29,6 +29,7 @@ from prepcli.formats.model_files import (
 from prepcli.formats.torch_archive import (
     INT64_LIMIT,
     UNSUPPORTED_NAMES,
+    ZIP_MAGIC,
     TorchArchive,
     is_tensor,
 )
@@ -39,7 +40,6 @@ from prepcli.formats.torch_pickle import (
     PickledName,
     UnexpectedNameError,
 )
-from prepcli.formats.zip_archive import ZIP_MAGIC
 from prepcli.planning.arrays import Array
 from prepcli.stores.files import list_folder, open_regular_file, stat_file, unreadable_error
 from prepcli.stores.paths import AnyPath

@@ -29,14 +29,14 @@ from prepcli.quantized.formats import (
     without_quantization,
 )
 from prepcli.sources.decoded_arrays import JoinChunks
-from prepcli.sources.dropped_tensors import without_recorded_drops
-from prepcli.sources.model_family import as_verbatim, split_towers
-from prepcli.sources.quantization import (
+from prepcli.sources.detect import (
     has_quantized_tensors,
     model_quantization,
     not_quantized_error,
     quantization_file,
 )
+from prepcli.sources.dropped_tensors import without_recorded_drops
+from prepcli.sources.model_family import as_verbatim, split_towers
 from prepcli.sources.source import (
     HF_FOLDER,
     Source,

@@ -19,9 +19,8 @@ from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
 from prepcli.sources.dropped_tensors import UNINDEXED_RULE, matching_drops, unindexed_names
-from prepcli.sources.folders import OpenFolder
 from prepcli.sources.foreign_trees import NATIVE_LAYOUT
-from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.locate import LocatedCheckpoint, OpenFolder
 from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
 from prepcli.sources.maps import TensorMap
 from prepcli.sources.model_family import split_towers, verbatim_error

@@ -18,8 +18,8 @@ from prepcli.models.prediction import is_prediction_vocabulary, prediction_names
 from prepcli.models.registry import family_of
 from prepcli.models.text_part import text_section
 from prepcli.planning.tensors import FLOAT_DTYPES, split_name
+from prepcli.sources.detect import quantization_file
 from prepcli.sources.model_family import verbatim_error
-from prepcli.sources.quantization import quantization_file
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 from prepcli.sources.tensor_match import (
     LAYER_VOCAB_ATOM,

@@ -41,8 +41,7 @@ from prepcli.restore.digest_checks import (
 )
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
-from prepcli.sources.folders import Access
-from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
+from prepcli.sources.locate import Access, LocatedCheckpoint, check_stream, locate
 from prepcli.sources.model_family import towers_entry, verbatim_error
 from prepcli.sources.openers.peft_folder import open_adapter
 from prepcli.sources.openers.peft_settings import read_adapter_family

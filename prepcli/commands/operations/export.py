@@ -62,8 +62,7 @@ from prepcli.planning.manifest_fields import Manifest, MergedAdapter
 from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.planning.work_units import requested_share
 from prepcli.restore.digest_checks import sample_digest
-from prepcli.sources.folders import Access
-from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.locate import Access, LocatedCheckpoint
 from prepcli.sources.maps import TensorMap
 from prepcli.sources.openers.peft_folder import is_adapter
 from prepcli.sources.source import Source, stored_axis_maps
