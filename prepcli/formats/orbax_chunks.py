@@ -365,31 +365,9 @@ def check_chunk_tables(
     if absent > _MAX_ABSENT_CHUNKS:
         why = f"{absent:,} chunks are not stored and read as zeros, the limit is {_MAX_ABSENT_CHUNKS:,}"
         raise PrepError(f"{folder} has too many missing chunks", why, GET_AGAIN_HINT)
-    _check_chunk_ranges(arrays, tables, files)
-
-
-def _check_chunk_sizes(item: Array, codec_names: Sequence[str], chunks: StoredChunks) -> None:
-    """Raise PrepError if a chunk without compression does not have the size of its elements."""
-    expected_nbytes = item.chunk_nbytes
-    for name in codec_names:
-        if not CODECS[name].is_checksum:
-            return
-        expected_nbytes += CRC32C_NBYTES
-    for index, value in chunks.items():
-        nbytes = stored_nbytes(value)
-        if nbytes != expected_nbytes:
-            why = f"it has {nbytes:,} bytes, {item.chunk_shape} of {item.dtype} has {expected_nbytes:,}"
-            what = f"chunk {chunk_label(index)} of {quote_name(item.name)} has the wrong size"
-            raise DamagedError(what, why, GET_AGAIN_HINT)
-
-
-def _check_chunk_ranges(
-    arrays: Sequence[Array], chunks: Sequence[StoredChunks], files: Sequence[AnyPath]
-) -> None:
-    """Raise PrepError if a chunk exceeds its file or overlaps another chunk."""
     sizes = [stat_indexed_file(file).st_size for file in files]
     ranges: list[tuple[int, int, int, int]] = []
-    for array_number, table in enumerate(chunks):
+    for array_number, table in enumerate(tables):
         for stored in table.values():
             if isinstance(stored, StoredRange):
                 end = stored.offset + stored.nbytes
@@ -411,6 +389,21 @@ def _check_chunk_ranges(
                 why,
                 GET_AGAIN_HINT,
             )
+
+
+def _check_chunk_sizes(item: Array, codec_names: Sequence[str], chunks: StoredChunks) -> None:
+    """Raise PrepError if a chunk without compression does not have the size of its elements."""
+    expected_nbytes = item.chunk_nbytes
+    for name in codec_names:
+        if not CODECS[name].is_checksum:
+            return
+        expected_nbytes += CRC32C_NBYTES
+    for index, value in chunks.items():
+        nbytes = stored_nbytes(value)
+        if nbytes != expected_nbytes:
+            why = f"it has {nbytes:,} bytes, {item.chunk_shape} of {item.dtype} has {expected_nbytes:,}"
+            what = f"chunk {chunk_label(index)} of {quote_name(item.name)} has the wrong size"
+            raise DamagedError(what, why, GET_AGAIN_HINT)
 
 
 def collect_chunks(

@@ -340,7 +340,17 @@ def _parse_tensor(name: str, entry: PickledCall, ranges: _Ranges) -> _TensorLayo
         raise ValueError(f"it is a {entry.callee.qualified_name}")
     attributes = _attributes(entry)
     shape = parse_counts(attributes.get("size"))
-    dtype = _read_dtype(attributes.get("properties"))
+    properties = attributes.get("properties")
+    state = properties.state if isinstance(properties, PickledCall) else None
+    values: Iterable[object] = state if isinstance(state, tuple) else ()
+    if isinstance(state, PickledMapping):
+        values = [value for _, value in state.items]
+    for value in values:
+        if isinstance(value, PickledName) and value.qualified_name in DTYPES:
+            dtype = DTYPES[value.qualified_name]
+            break
+    else:
+        raise ValueError("it has no dtype that prep supports")
     chunks = attributes.get("chunks")
     if not isinstance(chunks, list):
         raise ValueError("it has no boxes")
@@ -356,18 +366,6 @@ def _parse_tensor(name: str, entry: PickledCall, ranges: _Ranges) -> _TensorLayo
     return _TensorLayout(name, dtype, shape, tuple(boxes))
 
 
-def _read_dtype(properties: object) -> str:
-    """Return the dtype in pickled TensorProperties, the first item of their state."""
-    state = properties.state if isinstance(properties, PickledCall) else None
-    values: Iterable[object] = state if isinstance(state, tuple) else ()
-    if isinstance(state, PickledMapping):
-        values = [value for _, value in state.items]
-    for value in values:
-        if isinstance(value, PickledName) and value.qualified_name in DTYPES:
-            return DTYPES[value.qualified_name]
-    raise ValueError("it has no dtype that prep supports")
-
-
 def _read_archives(folder: AnyPath, boxes: Iterable[_BoxArchive]) -> dict[_BoxArchive, Array]:
     """Read the headers of boxes in the order of their bytes. Files in a store are read several at a time."""
     in_order = sorted(boxes, key=lambda box: (box.file, box.first))
@@ -377,38 +375,34 @@ def _read_archives(folder: AnyPath, boxes: Iterable[_BoxArchive]) -> dict[_BoxAr
             runs.append(run)
 
     def read(run: list[_BoxArchive]) -> list[Array]:
-        return _read_run(folder / run[0].file, run)
+        path = folder / run[0].file
+        headers: list[Array] = []
+        nbytes = stat_file(path).st_size
+        with (
+            _damage_of(path, run[0].name),
+            open_regular_file(path, buffering=_ARCHIVE_END_NBYTES) as file,
+        ):
+            for box in run:
+                with _damage_of(path, box.name):
+                    if box.stop > nbytes:
+                        raise CutShortError(f"it is cut short: it ends before byte {box.stop:,}")
+            pieces = _read_archive_ends(path, run) if isinstance(path, StorePath) else ()
+            for box in run:
+                with _damage_of(path, box.name):
+                    window = _Window(file, box.first, box.length, pieces)
+                    archive = TorchArchive(io.BufferedReader(window))
+                    # Its offset counts from the start of the archive.
+                    tensor = archive.find_tensor(archive.root)
+                    if (tensor.dtype, tensor.shape) != (box.dtype, box.shape):
+                        stored = f"{tensor.dtype} {list(tensor.shape)}"
+                        expected = f"{box.dtype} {list(box.shape)}"
+                        raise ValueError(f"it has {stored} where {expected} should be")
+                    headers.append(tensor)
+        return headers
 
     headers: dict[_BoxArchive, Array] = {}
     for run, run_headers in zip(runs, read_each(read, runs, is_remote([folder]))):
         headers.update(zip(run, run_headers))
-    return headers
-
-
-def _read_run(path: AnyPath, boxes: Sequence[_BoxArchive]) -> list[Array]:
-    """Read the headers of boxes in one file, in the order of their bytes."""
-    headers: list[Array] = []
-    nbytes = stat_file(path).st_size
-    with (
-        _damage_of(path, boxes[0].name),
-        open_regular_file(path, buffering=_ARCHIVE_END_NBYTES) as file,
-    ):
-        for box in boxes:
-            with _damage_of(path, box.name):
-                if box.stop > nbytes:
-                    raise CutShortError(f"it is cut short: it ends before byte {box.stop:,}")
-        pieces = _read_archive_ends(path, boxes) if isinstance(path, StorePath) else ()
-        for box in boxes:
-            with _damage_of(path, box.name):
-                window = _Window(file, box.first, box.length, pieces)
-                archive = TorchArchive(io.BufferedReader(window))
-                # Its offset counts from the start of the archive.
-                tensor = archive.find_tensor(archive.root)
-                if (tensor.dtype, tensor.shape) != (box.dtype, box.shape):
-                    stored = f"{tensor.dtype} {list(tensor.shape)}"
-                    expected = f"{box.dtype} {list(box.shape)}"
-                    raise ValueError(f"it has {stored} where {expected} should be")
-                headers.append(tensor)
     return headers
 
 

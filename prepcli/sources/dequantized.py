@@ -276,7 +276,23 @@ def _decoded_source(source: Source, weights: QuantizedWeights, blob: DerivedArra
     """Return the source with a decoded tensor in place of the codes of each weight, and with scales as its state."""
     blob_number = len(source.byte_sources)
     decoded: dict[str, SourceTensor] = {}
-    made_from = _stored_parts(source, weights)
+    stored_tensors = {source.names.stored_name(tensor.name): tensor for tensor in source.tensors}
+    made_from: dict[str, list[SourceTensor]] = {}
+    decoders_of_module: dict[str, list[str]] = {}
+    other_names = set(weights.stored_names)
+    for decoder in weights.decoders:
+        names = [stored.name for stored in decoder.stored]
+        made_from[decoder.name] = [stored_tensors[name] for name in names]
+        other_names.difference_update(names)
+        module, _, _ = decoder.name.rpartition(".")
+        decoders_of_module.setdefault(module, []).append(decoder.name)
+    # Settings such as NF4's `h.0.q.weight.quant_state`, which are read before any code, belong to a module: `h.0.q`.
+    for name in sorted(other_names):
+        module = name
+        while module and module not in decoders_of_module:
+            module, _, _ = module.rpartition(".")
+        for decoder_name in decoders_of_module.get(module, ()):
+            made_from[decoder_name].append(stored_tensors[name])
     for decoder, start in zip(weights.decoders, blob.offsets):
         decoded[decoder.stored[0].name] = SourceTensor(
             source.names.bare_name(decoder.name),
@@ -305,28 +321,6 @@ def _decoded_source(source: Source, weights: QuantizedWeights, blob: DerivedArra
         tensor_file_names=tuple(name for name in file_names if name),
         state_tensors=(*source.state_tensors, *scales),
     )
-
-
-def _stored_parts(source: Source, weights: QuantizedWeights) -> dict[str, list[SourceTensor]]:
-    """Return the stored tensors of each weight, whose digests are checked, by the name of its decoder."""
-    tensors = {source.names.stored_name(tensor.name): tensor for tensor in source.tensors}
-    parts: dict[str, list[SourceTensor]] = {}
-    decoders_of_module: dict[str, list[str]] = {}
-    other_names = set(weights.stored_names)
-    for decoder in weights.decoders:
-        names = [stored.name for stored in decoder.stored]
-        parts[decoder.name] = [tensors[name] for name in names]
-        other_names.difference_update(names)
-        module, _, _ = decoder.name.rpartition(".")
-        decoders_of_module.setdefault(module, []).append(decoder.name)
-    # Settings such as NF4's `h.0.q.weight.quant_state`, which are read before any code, belong to a module: `h.0.q`.
-    for name in sorted(other_names):
-        module = name
-        while module and module not in decoders_of_module:
-            module, _, _ = module.rpartition(".")
-        for decoder_name in decoders_of_module.get(module, ()):
-            parts[decoder_name].append(tensors[name])
-    return parts
 
 
 # Back to the quantised bytes

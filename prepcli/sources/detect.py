@@ -333,7 +333,16 @@ def detect(
     config: HFConfig | None = None
     if CONFIG in top_names:
         config = _read_config(folder)
-        quantisation = _describe_quantisation(config or {})
+        settings = config or {}
+        # Multimodal models have the key under text_config.
+        text_config = settings.get("text_config")
+        sections = [settings, text_config if isinstance(text_config, Mapping) else {}]
+        quantisation = ""
+        for section, key in product(sections, QUANTIZATION_KEYS):
+            if value := section.get(key):
+                method = value.get("quant_method") if isinstance(value, Mapping) else None
+                quantisation = f"{key}: {method or 'no quant_method'}"
+                break
         may_be_quantized = may_be_quantized or bool(quantisation)
         if quantisation and not allow_quantized and not _has_only_dense_tensors(folder):
             why = f"{CONFIG} has a {quantisation}"
@@ -421,18 +430,6 @@ def _read_config(folder: Folder) -> HFConfig | None:
             f"{folder.display_name} has a broken {CONFIG}", str(error), BROKEN_CONFIG_HINT
         ) from error
     return config if isinstance(config, dict) else None
-
-
-def _describe_quantisation(config: HFConfig) -> str:
-    """Return the quantisation in a config, e.g. `quantization_config: gptq`. Empty if there is none."""
-    # Multimodal models have the key under text_config.
-    text_config = config.get("text_config")
-    sections = [config, text_config if isinstance(text_config, Mapping) else {}]
-    for section, key in product(sections, QUANTIZATION_KEYS):
-        if value := section.get(key):
-            method = value.get("quant_method") if isinstance(value, Mapping) else None
-            return f"{key}: {method or 'no quant_method'}"
-    return ""
 
 
 def _has_only_dense_tensors(folder: Folder) -> bool:

@@ -376,7 +376,22 @@ class HubFolder:
     def fetch(self, kind: Kind) -> OpenFolder:
         """Download the files of one weight format, the config and the tokenizer, unless they are streamed."""
         if self.file:
-            return self._fetch_gguf()
+            names = part_names(self.file)
+            missing = [name for name in names if name not in self.listing.siblings]
+            if missing:
+                known = [name for name in self.listing.siblings if name.endswith(".gguf")]
+                why = f"its GGUF files are {join_names(known)}" if known else "it has no GGUF file"
+                hint = text(
+                    "{} lists the tensors of a file", Command("inspect", "OWNER/NAME/FILE.gguf")
+                )
+                raise PrepError(f"{self.display_name} has no {missing[0]}", why, hint)
+            if self.access.stream:
+                return OpenFolder(
+                    self.display_name, self._streamed_folder(names) / self.file, self.listing.commit
+                )
+            with self._translate_errors():
+                path = self.listing.download(names, self.access.progress)
+            return OpenFolder(self.display_name, path / self.file, path.name)
         with self._translate_errors():
             names = self._files_to_fetch()
         if not select_downloads(names):
@@ -411,25 +426,6 @@ class HubFolder:
                 suffix = index_suffix(index)
                 names = [name for name in names if not name.endswith(suffix) or name in indexed]
         return names
-
-    def _fetch_gguf(self) -> OpenFolder:
-        """Download a GGUF file, or all parts of its model, unless they are streamed."""
-        names = part_names(self.file)
-        missing = [name for name in names if name not in self.listing.siblings]
-        if missing:
-            known = [name for name in self.listing.siblings if name.endswith(".gguf")]
-            why = f"its GGUF files are {join_names(known)}" if known else "it has no GGUF file"
-            hint = text(
-                "{} lists the tensors of a file", Command("inspect", "OWNER/NAME/FILE.gguf")
-            )
-            raise PrepError(f"{self.display_name} has no {missing[0]}", why, hint)
-        if self.access.stream:
-            return OpenFolder(
-                self.display_name, self._streamed_folder(names) / self.file, self.listing.commit
-            )
-        with self._translate_errors():
-            path = self.listing.download(names, self.access.progress)
-        return OpenFolder(self.display_name, path / self.file, path.name)
 
     def _streamed_folder(self, names: Iterable[str]) -> StorePath:
         """Return the folder of files that are read where they are."""
@@ -543,11 +539,11 @@ def locate(
             folder = open_bucket_folder(reference, access)
         case _:
             assert_never(reference)
+    display_name = reference.display_name
     if isinstance(folder, OpenFolder) and folder.path.is_file():
-        kind = detect_file(folder.path, reference.display_name, allow_gguf=access.allow_gguf)
-        detected = Detected(kind)
+        detected = Detected(detect_file(folder.path, display_name, allow_gguf=access.allow_gguf))
     elif isinstance(reference, HubRepo) and reference.file:
-        kind = detect_gguf(reference.file, reference.display_name, is_allowed=access.allow_gguf)
+        kind = detect_gguf(reference.file, display_name, is_allowed=access.allow_gguf)
         detected = Detected(kind)
     else:
         detected = detect(
@@ -555,15 +551,14 @@ def locate(
             allow_adapters=access.allow_adapters,
             allow_quantized=access.allow_quantized,
         )
-        kind = detected.kind
     # Only now, with a known and supported format, are files fetched: a refused model costs a listing.
-    files = folder.fetch(kind)
+    files = folder.fetch(detected.kind)
     item = None if detected.item is None else files.path / detected.item
     if files.path.is_file():
         manifest = read_manifest_of_file(files.path)
     else:
         manifest = read_manifest(files.path if item is None else item_manifest_folder(item))
-    if FORMATS[kind].is_hf_folder and detected.may_be_quantized:
+    if FORMATS[detected.kind].is_hf_folder and detected.may_be_quantized:
         remark = unused_quantization_note(detected.config or {}, files.path)
         if remark:
             access.note(remark)
@@ -575,9 +570,9 @@ def locate(
         if isinstance(recorded_name, str) and recorded_name and not name_fault(recorded_name):
             model_name = recorded_name
     return LocatedCheckpoint(
-        display_name=reference.display_name,
+        display_name=display_name,
         model_name=model_name,
-        kind=kind,
+        kind=detected.kind,
         files=files,
         manifest=manifest,
         part=reference.part if isinstance(reference, LocalPath) else "",

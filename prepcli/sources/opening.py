@@ -97,9 +97,7 @@ def open_source(
             source = _with_training_state(source, located, is_requested=training_state)
         if source.manifest is not None:
             check_headers(_folder(source), source.manifest, source.file_stamps)
-        source = _with_omitted(source, located.files)
-        if is_remote(source.files):
-            source = _with_store_stamps(source)
+        source = _with_listed_files(source, located.files)
         if export_map is None and hints.verbatim:
             source = _with_model_digests(source, located, config_path)
         row = FORMATS[located.kind]
@@ -192,8 +190,8 @@ def read_source(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     return source
 
 
-def _with_omitted(source: Source, files: OpenFolder) -> Source:
-    """Return a source with descriptions of all files beside it that a conversion leaves out."""
+def _with_listed_files(source: Source, files: OpenFolder) -> Source:
+    """Return a source with descriptions of the files that a conversion leaves out, and the digests of a server."""
     unread: list[str] = []
     # The checksums of an Orbax item of prep are in a *.bin file.
     if source.root.is_dir() and not source.tree_manifest:
@@ -202,7 +200,15 @@ def _with_omitted(source: Source, files: OpenFolder) -> Source:
         names = files.listed_names if is_listed else list_folder(source.root)
         unread = unread_weights(names, read_names)
     omitted = dict.fromkeys((*source.omitted, *files.omitted, *unread))
-    return replace(source, omitted=tuple(omitted))
+    source = replace(source, omitted=tuple(omitted))
+    if not is_remote(source.files):
+        return source
+    stamps: list[SourceFile] = []
+    for stamp, path in zip(source.file_stamps, source.files):
+        if isinstance(path, StorePath):
+            stamp = SourceFile(stamp.path, path.file.size, 0, path.file.digest)
+        stamps.append(stamp)
+    return replace(source, file_stamps=tuple(stamps))
 
 
 def _note_reading(source: Source, located: LocatedCheckpoint, drop: Sequence[str]) -> None:
@@ -300,14 +306,3 @@ def check_recorded_files(located: LocatedCheckpoint) -> None:
         )
     else:
         check_files(folder, manifest, selected)
-
-
-def _with_store_stamps(source: Source) -> Source:
-    """Return a source whose files on a server are identified by the digests of their listing."""
-    stamps = tuple(
-        SourceFile(stamp.path, path.file.size, 0, path.file.digest)
-        if isinstance(path, StorePath)
-        else stamp
-        for stamp, path in zip(source.file_stamps, source.files)
-    )
-    return replace(source, file_stamps=stamps)

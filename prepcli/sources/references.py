@@ -28,7 +28,6 @@ from prepcli.formats.run_steps import (
 )
 from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.stores.addresses import (
-    HubAddress,
     ObjectStoreUrl,
     is_url,
     parse_hub_address,
@@ -226,7 +225,27 @@ def parse_reference(
     if path and os.path.exists(folder):
         return _without_revision(LocalPath(name, folder, part), revision)
     if address := parse_hub_address(name):
-        return _repo_of_address(name, address, revision, cwd)
+        hub_id = _hub_id(address.hub_id)
+        if address.repo_type != "model":
+            hint = text("name a model")
+            if address.repo_type == "dataset":
+                key = Key("data.path", f"hf://datasets/{address.hub_id}")
+                hint = text("{} in a recipe reads it", key)
+            raise usage_error(
+                f"`{name}` is not a model", f"it is a {address.repo_type} on the hub", hint
+            )
+        is_gguf = address.path.endswith(".gguf")
+        if address.path and not is_gguf:
+            why = f"`{address.path}` is part of a model, and a model is read as a whole"
+            raise usage_error(f"`{name}` is not a model", why, f"`{hub_id}`")
+        if not _HUB_ID.fullmatch(hub_id):
+            raise _unknown_name_error(hub_id, cwd)
+        if address.revision:
+            _, revision = _split_revision(f"{address.hub_id}@{address.revision}", revision)
+        model_name = address.hub_id.rpartition("/")[2]
+        if is_gguf:
+            model_name = Path(address.path).stem
+        return HubRepo(hub_id, model_name, revision, address.path)
     if is_url(name):
         return _without_revision(BucketUrl(name, parse_url(name)), revision)
     if part:
@@ -355,31 +374,6 @@ def _parse_hub_name(name: str, revision: str | None, cwd: Path) -> HubRepo:
 def _hub_id(name: str) -> str:
     """Return the hub id of an alias, and any other name as it is."""
     return ALIASES_BY_NAME[name].hub_id if name in ALIASES_BY_NAME else name
-
-
-def _repo_of_address(url: str, address: HubAddress, revision: str | None, cwd: Path) -> HubRepo:
-    """Return the model, or its GGUF file, of an address on the hub."""
-    hub_id = _hub_id(address.hub_id)
-    if address.repo_type != "model":
-        hint = text("name a model")
-        if address.repo_type == "dataset":
-            key = Key("data.path", f"hf://datasets/{address.hub_id}")
-            hint = text("{} in a recipe reads it", key)
-        raise usage_error(
-            f"`{url}` is not a model", f"it is a {address.repo_type} on the hub", hint
-        )
-    is_gguf = address.path.endswith(".gguf")
-    if address.path and not is_gguf:
-        why = f"`{address.path}` is part of a model, and a model is read as a whole"
-        raise usage_error(f"`{url}` is not a model", why, f"`{hub_id}`")
-    if not _HUB_ID.fullmatch(hub_id):
-        raise _unknown_name_error(hub_id, cwd)
-    if address.revision:
-        _, revision = _split_revision(f"{address.hub_id}@{address.revision}", revision)
-    model_name = address.hub_id.rpartition("/")[2]
-    if is_gguf:
-        model_name = Path(address.path).stem
-    return HubRepo(hub_id, model_name, revision, address.path)
 
 
 def _split_revision(name: str, revision: str | None) -> tuple[str, str | None]:

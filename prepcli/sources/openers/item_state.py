@@ -132,7 +132,14 @@ def match_moment_trees(
         FIRST_MOMENT: f"{adam}.mu.{collection}",
         SECOND_MOMENT: f"{adam}.nu.{collection}",
     }
-    averages = _averages_root(layout, leaves)
+    averages = ""
+    for library in LIBRARIES_BY_LAYOUT.get(layout, ()):
+        optax = library.state and library.state.optax
+        if not optax or not optax.averages or optax.average_weight in leaves:
+            continue
+        if any(name.startswith(optax.averages) for name in leaves):
+            averages = optax.averages
+            break
     if averages:
         roots[AVERAGE_SLOT] = averages
     trees: dict[str, ForeignTree] = {}
@@ -144,17 +151,6 @@ def match_moment_trees(
             leaves, family, config, display_name, roots=(root,), manifest=manifest
         )
     return MomentTrees(trees, adam, averages.partition(".")[0])
-
-
-def _averages_root(layout: str, leaves: Mapping[str, Array]) -> str:
-    """Return the prefix of averages with a constant decay, as in prep. Empty without such averages."""
-    for library in LIBRARIES_BY_LAYOUT.get(layout, ()):
-        optax = library.state and library.state.optax
-        if not optax or not optax.averages or optax.average_weight in leaves:
-            continue
-        if any(name.startswith(optax.averages) for name in leaves):
-            return optax.averages
-    return ""
 
 
 def add_item_state(

@@ -250,7 +250,13 @@ def read_adapter_family(
             "name the model that the adapter was trained with",
         )
     prefix = next(iter((found | experts).values()))
-    head_prefix = _head_prefix(header.tensors, family)
+    head_prefix = family.head_prefix
+    for tensor in header.tensors:
+        name = tensor.name.removeprefix(PEFT_PREFIX)
+        name_prefix, rest = split_wrappers(name, family)
+        if rest in family.unprefixed:
+            head_prefix = name_prefix
+            break
     class_family = with_prefixes(family, prefix, head_prefix)
     lora = replace(
         settings.lora_config(tuple(found)),
@@ -259,16 +265,6 @@ def read_adapter_family(
     )
     lora = with_named_patterns(class_family, config, lora)
     return lora_family(class_family, config, lora), lora
-
-
-def _head_prefix(tensors: Iterable[Array], family: Family) -> str:
-    """Return the modules around the head in the class that was trained."""
-    for tensor in tensors:
-        name = tensor.name.removeprefix(PEFT_PREFIX)
-        prefix, rest = split_wrappers(name, family)
-        if rest in family.unprefixed:
-            return prefix
-    return family.head_prefix
 
 
 def _saved_modules(
