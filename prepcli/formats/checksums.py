@@ -78,11 +78,6 @@ def read_checksums(
 ) -> BlockChecksums | None:
     """Read the block checksums of an Orbax item.
 
-    Args:
-        folder: Folder of the item.
-        manifest: Manifest of the item.
-        arrays: Arrays of the item.
-
     Returns:
         The checksums. None if the manifest records no checksum file.
 

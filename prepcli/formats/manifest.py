@@ -83,12 +83,7 @@ RECREATE_HINT = "create the checkpoint again, or use an earlier one"
 
 
 def origin_record(manifest: Manifest | None, commit: str | None) -> OriginRecord:
-    """Return the identity of a checkpoint. Empty if it has neither a manifest with a digest nor a commit.
-
-    Args:
-        manifest: Manifest of the checkpoint, if prep wrote it.
-        commit: Commit of the checkpoint on the hub.
-    """
+    """Return the identity of a checkpoint. Empty if it has neither a manifest with a digest nor a commit."""
     record: OriginRecord = {}
     if commit is not None:
         record["commit"] = commit
@@ -118,10 +113,6 @@ def unwritten_manifest(folder: AnyPath, data: bytes) -> Iterator[None]:
 
     The manifest file is not read meanwhile. A command checks an output against new records this way, and writes
     them to the file only if the check succeeds.
-
-    Args:
-        folder: Folder of an output.
-        data: Bytes of the new manifest file, not yet written.
     """
     token = _UNWRITTEN.set((folder.resolve(), data))
     try:
@@ -395,9 +386,7 @@ def check_header(path: AnyPath, manifest: Manifest, header_digest: str) -> None:
 def bytes_between(path: AnyPath, ranges: Iterable[Range]) -> Iterator[bytes]:
     """Yield the bytes of a file outside of its tensors: the headers and directories of the archives.
 
-    Args:
-        path: The file. Pieces of a file in a store are requested several at a time.
-        ranges: Byte range of each tensor, in ascending order.
+    `ranges` are the tensors, in ascending order. Pieces of a file in a store are requested several at a time.
     """
     pieces = _pieces_between(ranges, stat_file(path).st_size)
     if isinstance(path, StorePath):

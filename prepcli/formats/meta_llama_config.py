@@ -29,11 +29,6 @@ MIN_LLAMA_3_VOCAB_SIZE = 100_000  # earlier versions have smaller vocabularies
 def to_hf_config(document: object, vocab_size: int, is_tied: bool) -> JsonObject:
     """Return the config.json of transformers for a params.json.
 
-    Args:
-        document: Content of params.json.
-        vocab_size: Rows of the embedding tensor.
-        is_tied: Whether the LM head shares the embedding.
-
     Raises:
         ValueError: A parameter is unknown, missing or out of range.
     """

@@ -108,11 +108,6 @@ def sniff_msgpack_kind(path: AnyPath) -> MsgpackKind | None:
 def read_msgpack_header(path: AnyPath, kind: MsgpackKind, file_number: int = 0) -> FileHeader:
     """Read the headers of a Flax file or an EasyLM stream. Values other than arrays are `MsgpackNonArray`s.
 
-    Args:
-        path: Path of the file.
-        kind: Format of the file.
-        file_number: Number of the file in its model, stored in the arrays.
-
     Raises:
         PrepError: The file is unreadable or invalid. No other exception is raised, whatever the file holds.
     """

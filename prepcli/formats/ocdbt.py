@@ -259,9 +259,6 @@ def read_ocdbt_index(folder: AnyPath) -> Iterator[OcdbtEntry]:
     Paths are checked to stay in the folder and nodes to be inside their files. The caller checks the
     locations of values.
 
-    Args:
-        folder: Folder of the database.
-
     Raises:
         PrepError: The database is missing, invalid, or exceeds a limit of this module.
     """

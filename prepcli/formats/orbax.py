@@ -251,9 +251,6 @@ def find_name_clash(paths: Iterable[TreePath]) -> tuple[str, str] | None:
 def read_item(folder: AnyPath) -> OrbaxItem:
     """Read and check the metadata of an item.
 
-    Args:
-        folder: Folder of the item.
-
     Raises:
         PrepError: The metadata is invalid, or the storage is not supported.
     """

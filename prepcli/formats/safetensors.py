@@ -96,10 +96,6 @@ ShardContents: TypeAlias = tuple[str, Sequence[LayoutEntry], int | None]
 def read_safetensors_header(path: AnyPath, file_number: int) -> FileHeader:
     """Read the header of a safetensors file.
 
-    Args:
-        path: Path of the file.
-        file_number: Number of the file in its model, stored in the tensors.
-
     Raises:
         PrepError: The file is unreadable or invalid. No other exception is raised, whatever the file holds.
     """
@@ -406,12 +402,6 @@ def split_into_shards(
     suffix: str = "safetensors",
 ) -> list[tuple[str, list[LayoutEntry]]]:
     """Split entries into files of at most `max_shard_nbytes` of payload. A larger tensor gets a separate file.
-
-    Args:
-        entries: Entries in layout order.
-        max_shard_nbytes: Limit of a file's payload.
-        stem: Start of the file names.
-        suffix: Suffix of the file names, without the dot.
 
     Returns:
         File name and entries of each file, in order.

@@ -160,10 +160,6 @@ class LibraryTokenizer:
 def load_fast_tokenizer(file: AnyPath, data: bytes) -> LibraryTokenizer:
     """Return the tokenizer in the bytes of a tokenizer.json, without truncation and padding.
 
-    Args:
-        file: Its file, for messages.
-        data: The bytes.
-
     Raises:
         PrepError: Its ids differ from run to run.
         SandboxError: The library cannot load it.
@@ -184,12 +180,6 @@ def load_sentencepiece(
 ) -> LibraryTokenizer:
     """Return the tokenizer of a SentencePiece model.
 
-    Args:
-        file: The file, for errors.
-        data: Its content.
-        adds_bos: Put the begin token before a prompt.
-        adds_eos: Put the end token after a prompt.
-
     Raises:
         PrepError: The extra `sentencepiece` is not installed.
         SandboxError: The file is not such a model.
@@ -203,10 +193,6 @@ def load_sentencepiece(
 @contextmanager
 def library_errors(what: str, hint: str) -> Iterator[None]:
     """Turn every error of a library in the block into a PrepError.
-
-    Args:
-        what: The failed operation, for the message.
-        hint: How to correct it.
 
     Raises:
         PrepError: The block raised an error.

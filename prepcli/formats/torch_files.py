@@ -93,10 +93,6 @@ class TorchObject:
 def read_torch_header(path: AnyPath, file_number: int) -> FileHeader:
     """Read the header of a PyTorch file.
 
-    Args:
-        path: Path of the file.
-        file_number: Number of the file in its model, stored in the tensors.
-
     Raises:
         PrepError: The file is unreadable or invalid. No other exception is raised, whatever the file holds.
     """
@@ -132,9 +128,6 @@ def read_torch_header(path: AnyPath, file_number: int) -> FileHeader:
 
 def read_torch_object(path: AnyPath) -> TorchObject:
     """Read the object of a file, such as the state dict of an optimizer.
-
-    Args:
-        path: The file.
 
     Raises:
         PrepError: The file is unreadable, damaged, or of a format before PyTorch 1.6.

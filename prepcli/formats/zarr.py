@@ -201,11 +201,6 @@ class _UnsupportedError(ValueError):
 def parse_zarr_document(name: str, version: ZarrVersion, text: bytes) -> ZarrArray:
     """Parse the metadata document of an array.
 
-    Args:
-        name: Quoted name of the array for errors.
-        version: Version of the array.
-        text: Content of the document.
-
     Raises:
         PrepError: The document is invalid, or the array uses an unsupported feature.
     """

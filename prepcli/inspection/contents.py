@@ -413,12 +413,6 @@ def read_mapped_contents(
 ) -> CheckpointContents:
     """Return the contents of a checkpoint with the targets of a map or a layout as its tensors.
 
-    Args:
-        located: Result of `locate`.
-        config_path: The user's config.json, or a folder with one, if any.
-        tensor_map: The map, or None for a layout.
-        layout: Name of the layout of another library.
-
     Raises:
         PrepError: The checkpoint is broken, or the map or layout does not fit it.
     """

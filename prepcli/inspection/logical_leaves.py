@@ -155,12 +155,6 @@ def find_leaf(
 ) -> LogicalLeaf:
     """Find a leaf by name, by consecutive parts of its name, or by wildcard pattern.
 
-    Args:
-        leaves: Leaves of the checkpoint, by dotted name.
-        pattern: Name, with or without `params.`, parts of a name, or a pattern with `*`.
-        display_name: Name of the checkpoint in messages.
-        names_command: Command that shows the names of all leaves.
-
     Raises:
         UsageError: No leaf or several leaves match.
     """

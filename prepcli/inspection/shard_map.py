@@ -51,13 +51,6 @@ def draw_shard_map(name: str, shape: Sequence[int], dtype: str, spec: Spec, mesh
     Each cell is a slice with the numbers of the devices that hold it. The last two partitioned dims are drawn,
     and only the first part of a third dim. Many cells are shortened to the first and the last ones.
 
-    Args:
-        name: Name of the leaf.
-        shape: Shape of the leaf.
-        dtype: Dtype of the leaf.
-        spec: Partition spec of the leaf.
-        mesh: The device mesh.
-
     Returns:
         Lines of the header, the legend and the drawing.
     """

@@ -320,11 +320,7 @@ def check_without_checksums(
 ) -> None:
     """Check the digests of whole tensors, for a checkpoint without checksums of its chunks.
 
-    Args:
-        source: Opened checkpoint.
-        tensors: Tensors to read and check. Tensors without digests are skipped.
-        observer: Receives a note and progress.
-        hint: Hint of the error for a damaged tensor.
+    Tensors without digests are skipped.
     """
     nbytes = sum(tensor.nbytes for tensor in tensors if tensor.digests)
     if not nbytes:

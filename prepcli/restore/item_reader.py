@@ -337,13 +337,7 @@ def _block_pieces(boxes: Sequence[Box], meta: Array) -> Iterator[Box]:
 def _whole_block_spans(
     spans: Iterable[tuple[int, int]], block_rows: int, num_rows: int
 ) -> Iterator[tuple[int, int]]:
-    """Widen spans of rows to whole checksum blocks. Yield the union as disjoint spans, ascending.
-
-    Args:
-        spans: First row and end of each span.
-        block_rows: Number of rows per block. The last block may have fewer.
-        num_rows: Number of rows of the chunk.
-    """
+    """Widen spans of rows to whole checksum blocks. Yield the union as disjoint spans, ascending."""
     # E.g. a chunk of 10 rows in blocks of 4: the spans 1:3, 6:7 and 9:10 become 0:4, 4:8 and 8:10,
     # and their union is 0:10.
     widened: list[tuple[int, int]] = []

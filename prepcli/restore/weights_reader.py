@@ -320,11 +320,6 @@ def find_duplicates(source: Source, checks: Sequence[EqualityCheck], *, verify: 
 
     A tensor with digests to check is always read completely. Its duplicates are compared here: by their digests, or by
     their bytes if the digests differ.
-
-    Args:
-        source: The checkpoint.
-        checks: Each duplicate with its original.
-        verify: Whether tensors with digests are compared with them when they are read.
     """
     tensors = {tensor.name: tensor for tensor in source.tensors}
     duplicates: dict[str, list[SourceTensor]] = {}

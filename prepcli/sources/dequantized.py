@@ -57,9 +57,6 @@ DECODED_DTYPE = "bfloat16"
 def dequantize_source(source: Source) -> Source:
     """Return a source with one float tensor for each quantised weight and its scales.
 
-    Args:
-        source: The opened source.
-
     Raises:
         UsageError: The weights are not quantised.
         PrepError: The format is not supported.
@@ -240,15 +237,7 @@ def find_stored_weights(
     *,
     display_name: str,
 ) -> tuple[QuantizedWeights, tuple[AnyPath | Blob, ...]]:
-    """Return the decoders of quantised weights, and the files and blobs that their tensors are read from.
-
-    Args:
-        settings: Quantisation config of the model.
-        tensors: Stored tensors, by their names in the files.
-        blobs: Files and blobs of the tensors.
-        settings_file: Name of the file with the settings, for messages.
-        display_name: Name of the checkpoint in messages.
-    """
+    """Return the decoders of quantised weights, and the files and blobs that their tensors are read from."""
     # Tensors in chunks, e.g. those of an init, are read as a further blob.
     chunked = [tensor for tensor in tensors.values() if not tensor.placement[0].is_contiguous]
     joined = DerivedArrays(display_name, tuple(map(JoinChunks, chunked)), blobs)

@@ -65,9 +65,7 @@ def is_quantized(folder: AnyPath) -> bool:
 def quantization_file(config: HFConfig, folder: AnyPath) -> str:
     """Return the name of the file with the quantisation config of a model, or an empty string.
 
-    Args:
-        config: Content of its config.json.
-        folder: Its folder. Earlier tools wrote the settings to a file next to config.json.
+    Earlier tools wrote the settings to a file next to config.json.
     """
     names = _settings_files(config, folder)
     return names[0] if names and has_quantized_tensors(folder) else ""
@@ -300,11 +298,6 @@ def detect(
     The headers of weights are read too if there are settings of a quantisation tool, unless `allow_quantized`.
 
     An Orbax checkpoint may be an item, a step folder or a run folder with steps.
-
-    Args:
-        folder: The files of the checkpoint.
-        allow_adapters: Return the kind of an adapter instead of the error for one.
-        allow_quantized: Return the kind of a quantised model instead of the error for one.
 
     Raises:
         PrepError: The format is not supported, the model is quantised or an adapter, or there is no checkpoint.

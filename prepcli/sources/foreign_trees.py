@@ -298,10 +298,7 @@ class TreeFormat:
     ) -> dict[str, ParsedAxisMap]:
         """Return the axis-map row of each parameter in this format, by path below `root`.
 
-        Args:
-            family: Model family.
-            config: The model's config.json.
-            tensors: Shapes of the model's tensors, by bare name. They decide between a row and its alternate.
+        The shapes of `tensors`, by bare name, decide between a row and its alternate.
         """
         if self.layout == NATIVE_LAYOUT:
             is_stacked = self.layer_axis is not None

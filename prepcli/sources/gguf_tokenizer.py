@@ -128,9 +128,7 @@ def _tokenizer_json(metadata: Mapping[str, Any]) -> bytes:
 def _tokenizer_document(metadata: Mapping[str, Any], *, has_merges: bool) -> dict[str, Any]:
     """Return `tokenizer.json` as a document.
 
-    Args:
-        metadata: Metadata of a GGUF file.
-        has_merges: Compute the merges of scores. Without it they are checked only.
+    Without `has_merges`, the merges of scores are only checked.
     """
     model = metadata.get(f"{TOKENIZER_PREFIX}.model")
     if model == BPE_MODEL:

@@ -219,11 +219,7 @@ def bind_model_map(
 ) -> tuple[list[MapRow], list[str]]:
     """Give the rows of a map the sizes of a model.
 
-    Args:
-        tensor_map: The map.
-        family: Family of the model, or None for a verbatim one.
-        config: Content of the model's config.json.
-        vocab_rows: Rows of the vocabulary, if they differ from those in the config.
+    `vocab_rows` are the rows of the vocabulary, if they differ from those in the config.
 
     Returns:
         The rows, and the problems of its `size` lines and of the other rows.

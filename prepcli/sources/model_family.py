@@ -71,13 +71,7 @@ def find_text_part(
 def multimodal_wrapper_prefix(
     config: HFConfig, full_names: Collection[str], drop: Sequence[str] = ()
 ) -> str:
-    """Return the prefix of all names of a multimodal model from a wrapper. Empty for any other model.
-
-    Args:
-        config: Content of its config.json.
-        full_names: Names of its tensors in the file.
-        drop: Patterns of tensors of the text part that its family need not have.
-    """
+    """Return the prefix of all names of a multimodal model from a wrapper. Empty for any other model."""
     if text_section(config) is None or config.get("model_type") in FAMILIES:
         return ""
 
@@ -89,12 +83,7 @@ def multimodal_wrapper_prefix(
 
 
 def text_part_fault(source: Source, drop: Sequence[str] = ()) -> str:
-    """Return why a multimodal checkpoint is read under the names in its files. Empty for any other source.
-
-    Args:
-        source: The opened source.
-        drop: Patterns of tensors that may lie among those of the text part.
-    """
+    """Return why a multimodal checkpoint is read under the names in its files. Empty for any other source."""
     if not source.family.is_verbatim or text_section(source.config) is None:
         return ""
     try:
@@ -459,11 +448,7 @@ def _truncate_table(
 
     The part has no recorded digest of its own.
 
-    Args:
-        source: The source.
-        tensor: A tensor with the values of all layers.
-        axis: Its dim with the layers in order: 0 for rows, 1 for columns.
-        layers: Number of layers to keep.
+    The layers are in order in the dim `axis`: 0 for rows, 1 for columns.
     """
     extent = tensor.shape[axis]
     length = extent // source.family.sizes(source.config)[INPUT_LAYERS] * layers

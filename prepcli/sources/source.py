@@ -420,12 +420,7 @@ class TensorLabel:
 def label_tensors(
     source: Source, uses: Mapping[str, tuple[TensorUse, ...]]
 ) -> dict[str, TensorLabel]:
-    """Return the label of each tensor of a source, by its name in `source.all_tensors`.
-
-    Args:
-        source: The checkpoint.
-        uses: The leaves of each parameter's tensor, from matching the source with its family.
-    """
+    """Return the label of each tensor of a source, by its name in `source.all_tensors`."""
     labels: dict[str, TensorLabel] = {}
     for name, display_name in source.display_names().items():
         slot, parameter = split_name(name)

@@ -69,10 +69,7 @@ def read_vocabulary(
 ) -> Vocabulary:
     """Read the vocabulary sizes from a config.
 
-    Args:
-        config: The model's config.
-        default_size: The family's default vocabulary size.
-        true_size: The true size given by the user (`--true-vocab`), for a padded model.
+    `true_size` (`--true-vocab`) is the true size of a padded model.
     """
     stored_size = read_size(config, VOCAB_SIZE_KEY, default_size)
     if true_size is None:

@@ -36,10 +36,6 @@ MAX_SHARING_TENSORS = 64
 def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     """Read the headers and the config of a folder. Of PyTorch files, no pickled code is run.
 
-    Args:
-        located: The checkpoint.
-        hints: User-supplied facts about the checkpoint.
-
     Raises:
         PrepError: A file is broken or not supported.
     """

@@ -111,14 +111,6 @@ def match_moment_trees(
 ) -> MomentTrees:
     """Match the leaves of the moments with the layout of the parameters.
 
-    Args:
-        leaves: Leaves of the item, by dotted name.
-        family: Model family.
-        config: Config of the model.
-        display_name: Name of the checkpoint in messages.
-        manifest: Manifest of an item written by prep, else NO_MANIFEST.
-        layout: Layout of the parameters.
-
     Raises:
         PrepError: The item has no moments of AdamW, or they fit no layout.
     """

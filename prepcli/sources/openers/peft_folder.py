@@ -70,11 +70,6 @@ def read_checked_header(path: AnyPath) -> tuple[FileHeader, Manifest | None]:
 def open_adapter(path: AnyPath, family: Family, config: HFConfig) -> Source:
     """Read the header of an adapter, and the digests of its tensors if prep wrote it.
 
-    Args:
-        path: Folder of the adapter.
-        family: Family of its tensors: the result of `lora_family`, or the model's with the prefix of PEFT.
-        config: The model's config.json.
-
     Returns:
         A source with the tensors of the adapter. They are not compared with the family's parameters.
 

@@ -211,11 +211,6 @@ def read_adapter_family(
 ) -> tuple[Family, LoraConfig]:
     """Read the LoRA settings of an adapter, with logical names of its targets.
 
-    Args:
-        path: Folder of the adapter.
-        family: Family of the model. Of a multimodal model, the family of its text part.
-        config: The model's config.json.
-
     Returns:
         The family of the adapter's tensors, with the prefix of the class that was trained, and the settings.
 
@@ -307,11 +302,6 @@ def check_tying(path: AnyPath, settings: PeftSettings) -> None:
 
 def check_settings(folder: AnyPath, settings: PeftSettings, tensors: Iterable[Array]) -> None:
     """Compare the settings of an adapter with its tensors, as PEFT does when it loads them.
-
-    Args:
-        folder: Folder of the adapter.
-        settings: Its settings.
-        tensors: Its tensors, with the names in the file.
 
     Raises:
         PrepError: The rank differs, or the settings do not select a module with tensors.
