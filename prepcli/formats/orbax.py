@@ -440,7 +440,26 @@ def encode_item_metadata(
     Raises:
         PrepError: A leaf cannot be stored, or a chunk is missing, duplicate or of the wrong size.
     """
-    _check_leaves(arrays, non_arrays)
+    if not arrays:
+        what = "cannot write an Orbax checkpoint without arrays"
+        raise PrepError(
+            what, "the tree contains no arrays", "add an array, or write another format"
+        )
+    for meta in arrays:
+        if meta.dtype not in ZARR_TYPESTRS:
+            why = f"zarr v2 of TensorStore supports {', '.join(ZARR_TYPESTRS)}"
+            hint = text("cast it: {}", Option("dtype", "bfloat16"))
+            raise PrepError(f"{meta.name} is {meta.dtype}", why, hint)
+        if len(meta.chunk_shape) != len(meta.shape) or min(meta.chunk_shape, default=1) < 1:
+            what = f"chunk {meta.chunk_shape} of {meta.name} does not match its shape {meta.shape}"
+            raise PrepError(what, "each axis needs a chunk extent of at least 1", BUG_HINT)
+    paths = [leaf.path for leaf in (*arrays, *non_arrays)]
+    if () in paths:
+        why = "an Orbax tree needs a key for each array"
+        raise PrepError("cannot write a single array", why, "write a dict of arrays")
+    if names := find_name_clash(paths):
+        what = "the tree has two leaves with clashing names"
+        raise PrepError(what, f"{names[0]} and {names[1]}", "rename one of them")
     tables = collect_chunks(arrays, chunks, is_compressed=compression is not None)
     if storage.has_chunk_files:
         files = encode_documents(tables, file_names, storage, compression)
@@ -470,30 +489,6 @@ def encode_step_metadata(item_names: Iterable[str], now_ns: int) -> dict[str, by
     """Return the metadata file of a training step of Orbax with items in its subfolders."""
     metadata = _checkpoint_metadata(dict.fromkeys(item_names, _HANDLER), now_ns)
     return {CHECKPOINT_METADATA_FILE: json.dumps(metadata).encode()}
-
-
-def _check_leaves(arrays: Sequence[Array], non_arrays: Sequence[OrbaxNonArray]) -> None:
-    """Raise PrepError if an Orbax checkpoint cannot have these leaves."""
-    if not arrays:
-        what = "cannot write an Orbax checkpoint without arrays"
-        raise PrepError(
-            what, "the tree contains no arrays", "add an array, or write another format"
-        )
-    for meta in arrays:
-        if meta.dtype not in ZARR_TYPESTRS:
-            why = f"zarr v2 of TensorStore supports {', '.join(ZARR_TYPESTRS)}"
-            hint = text("cast it: {}", Option("dtype", "bfloat16"))
-            raise PrepError(f"{meta.name} is {meta.dtype}", why, hint)
-        if len(meta.chunk_shape) != len(meta.shape) or min(meta.chunk_shape, default=1) < 1:
-            what = f"chunk {meta.chunk_shape} of {meta.name} does not match its shape {meta.shape}"
-            raise PrepError(what, "each axis needs a chunk extent of at least 1", BUG_HINT)
-    paths = [leaf.path for leaf in (*arrays, *non_arrays)]
-    if () in paths:
-        why = "an Orbax tree needs a key for each array"
-        raise PrepError("cannot write a single array", why, "write a dict of arrays")
-    if names := find_name_clash(paths):
-        what = "the tree has two leaves with clashing names"
-        raise PrepError(what, f"{names[0]} and {names[1]}", "rename one of them")
 
 
 def _tree_metadata(

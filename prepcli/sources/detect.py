@@ -59,7 +59,7 @@ BUFFER_SUFFIXES = (
 
 def is_quantized(folder: AnyPath) -> bool:
     """Return whether a model has quantised weights, by its settings and the dtypes of its tensors."""
-    return bool(quantization_file(_read_config(folder), folder))
+    return bool(quantization_file(_config_in(folder), folder))
 
 
 def quantization_file(config: HFConfig, folder: AnyPath) -> str:
@@ -94,13 +94,13 @@ def not_quantized_error(display_name: str, folder: AnyPath) -> PrepError:
     """Return the error for a request to decode a model without quantised weights."""
     option = Option("quantized", "dequantize")
     why = f"{display_name} is not quantised"
-    remark = unused_quantization_note(_read_config(folder), folder)
+    remark = unused_quantization_note(_config_in(folder), folder)
     if remark:
         why = f"{why} ({remark})"
     return usage_error(text("{} has no effect", option), why, text("remove {}", option))
 
 
-def _read_config(folder: AnyPath) -> HFConfig:
+def _config_in(folder: AnyPath) -> HFConfig:
     return read_json_object(folder / CONFIG) if (folder / CONFIG).is_file() else {}
 
 
@@ -325,7 +325,16 @@ def detect(
     may_be_quantized = any(name in QUANTIZATION_FILES for name in top_names)
     config: HFConfig | None = None
     if CONFIG in top_names:
-        config = _read_config(folder)
+        content = folder.read(CONFIG, 0, MAX_CONFIG_NBYTES + 1)
+        try:
+            if len(content) > MAX_CONFIG_NBYTES:
+                raise ValueError(f"it has more than {MAX_CONFIG_NBYTES:,} bytes")
+            document: Any = load_json(content)
+        except ValueError as error:
+            raise DamagedError(
+                f"{folder.display_name} has a broken {CONFIG}", str(error), BROKEN_CONFIG_HINT
+            ) from error
+        config = document if isinstance(document, dict) else None
         settings = config or {}
         # Multimodal models have the key under text_config.
         text_config = settings.get("text_config")
@@ -409,20 +418,6 @@ def apply_rules(
         if selected_names := select(names):
             return verdict, selected_names
     return None, ()
-
-
-def _read_config(folder: Folder) -> HFConfig | None:
-    """Return the content of config.json, or None if it is no JSON object. Raise PrepError if it cannot be parsed."""
-    content = folder.read(CONFIG, 0, MAX_CONFIG_NBYTES + 1)
-    try:
-        if len(content) > MAX_CONFIG_NBYTES:
-            raise ValueError(f"it has more than {MAX_CONFIG_NBYTES:,} bytes")
-        config: Any = load_json(content)
-    except ValueError as error:
-        raise DamagedError(
-            f"{folder.display_name} has a broken {CONFIG}", str(error), BROKEN_CONFIG_HINT
-        ) from error
-    return config if isinstance(config, dict) else None
 
 
 def _has_only_dense_tensors(folder: Folder) -> bool:

@@ -277,7 +277,17 @@ def detect_names(family: Family, config: HFConfig, *, full_names: Collection[str
             f"{family.prefix}{min(both)} and {min(both)}",
             "remove one of them",
         )
-    alias = _find_embedding_alias(family, config, bare_prefixed | set(full_names))
+    embedding = family.tying.embedding_tensor
+    head = family.tying.head_tensor
+    bare_names = bare_prefixed | set(full_names)
+    # A duplicate that is stored instead of the embedding is read as the embedding.
+    alias = ""
+    if embedding not in bare_names:
+        aliases = [name for name, original in family.duplicates.items() if original == embedding]
+        # safetensors stores tied tensors once, under either name.
+        if head in bare_names and family.is_tied(config, bare_names):
+            aliases.append(head)
+        alias = next((name for name in aliases if name in bare_names), "")
     if not bare_prefixed:
         return TensorNames(family, False, alias, wrapper_prefix=wrapper_prefix)
     unprefixed_names = frozenset(unprefixed)
@@ -293,21 +303,6 @@ def _has_embedding(family: Family, full_names: Collection[str], wrapper_prefix: 
         if any(name in full_names for name in names):
             return True
     return False
-
-
-def _find_embedding_alias(family: Family, config: HFConfig, bare_names: Collection[str]) -> str:
-    """Return the first stored duplicate of an embedding missing from the source, or an empty string."""
-    embedding = family.tying.embedding_tensor
-    if embedding in bare_names:
-        return ""
-    for name, original in family.duplicates.items():
-        if original == embedding and name in bare_names:
-            return name
-    # safetensors stores tied tensors once, under either name.
-    head = family.tying.head_tensor
-    if head in bare_names and family.is_tied(config, bare_names):
-        return head
-    return ""
 
 
 def vocab_tensors(match: TensorMatch) -> set[str]:
