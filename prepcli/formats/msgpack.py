@@ -100,7 +100,8 @@ def sniff_msgpack_kind(path: AnyPath) -> MsgpackKind | None:
         return "easylm"
     is_map = first_bytes[:1] in _MAP_FIRST_BYTES
     key = first_bytes[{0xDE: 3, 0xDF: 5}.get(first_bytes[0], 1) :] if first_bytes else b""
-    if is_map and (not key or _is_text_byte(key[0])):
+    # A text begins with these bytes.
+    if is_map and (not key or 0xA0 <= key[0] < 0xC0 or 0xD9 <= key[0] <= 0xDB):
         return "flax"
     return None
 
@@ -115,7 +116,16 @@ def read_msgpack_header(path: AnyPath, kind: MsgpackKind, file_number: int = 0) 
     try:
         with open_regular_file(path, buffering=0) as file:
             state = _ParseState(_Cursor(file, stat.st_size), file_number)
-            _parse_stream(state) if kind == "easylm" else _parse_flax_file(state)
+            if kind == "easylm":
+                _parse_stream(state)
+            else:
+                _parse_value(state, ())
+                extra_nbytes = state.cursor.size - state.cursor.offset
+                # Bytes after the tree would be in no digest, and a longer file that was overwritten by a
+                # shorter one looks like this.
+                if extra_nbytes:
+                    count = count_text(extra_nbytes, "byte follows", "bytes follow")
+                    raise ValueError(f"{count} its end at byte {state.cursor.offset:,}")
     except OSError as error:
         raise unreadable_error(path, error) from error
     except ValueError as error:
@@ -290,10 +300,6 @@ _NUMBER_FORMATS = {
 _MAP_FIRST_BYTES = {bytes([first]) for first in (*range(0x81, 0x90), 0xDE, 0xDF)}
 
 
-def _is_text_byte(first_byte: int) -> bool:
-    return 0xA0 <= first_byte < 0xC0 or 0xD9 <= first_byte <= 0xDB
-
-
 # Trees
 
 
@@ -311,18 +317,6 @@ class _ParseState:
     def array_at(self, path: KeyPath, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
         array = whole_array(".".join(path), dtype, shape, (self.file_number, offset))
         return replace(array, path=path)
-
-
-def _parse_flax_file(state: _ParseState) -> None:
-    """Parse a Flax file."""
-    _parse_value(state, ())
-    extra_nbytes = state.cursor.size - state.cursor.offset
-    # Bytes after the tree would be in no digest, and a longer file that was overwritten by a
-    # shorter one looks like this.
-    if extra_nbytes:
-        raise ValueError(
-            f"{count_text(extra_nbytes, 'byte follows', 'bytes follow')} its end at byte {state.cursor.offset:,}"
-        )
 
 
 def _parse_stream(state: _ParseState) -> None:

@@ -354,10 +354,21 @@ def encode_header(tensors: Sequence[LayoutEntry], page_offset: int | None = 0) -
             header is too large.
     """
     ends = list(accumulate((nbytes for *_, nbytes in tensors), initial=0))
-    header_entries = {
-        entry[0]: _describe_tensor(entry, start_offset, stop_offset)
-        for entry, start_offset, stop_offset in zip(tensors, ends, ends[1:])
-    }
+    header_entries: dict[str, dict[str, object]] = {}
+    for (name, dtype, shape, nbytes), start, stop in zip(tensors, ends, ends[1:]):
+        if array_bits(dtype, shape) != 8 * nbytes:
+            bits = f"{array_bits(dtype, shape):,} bits"
+            why = f"{dtype} {list(shape)} takes {bits}, its entry has {nbytes:,} bytes"
+            hint = "this is a bug in prep: nothing was written"
+            raise PrepError(f"{name} cannot be stored as safetensors", why, hint)
+        if dtype not in DTYPE_CODES:
+            why = "safetensors has no such dtype"
+            raise PrepError(f"{name} is {dtype}", why, text("{} keeps it", Command("reshard")))
+        header_entries[name] = {
+            "dtype": DTYPE_CODES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, stop],
+        }
     if len(header_entries) != len(tensors):
         raise ValueError("a tensor name occurs twice")
     if METADATA_KEY in header_entries:
@@ -390,9 +401,15 @@ def encode_header(tensors: Sequence[LayoutEntry], page_offset: int | None = 0) -
 
 def lay_out_files(files: Sequence[ShardContents]) -> tuple[SafetensorsLayout, ...]:
     """Return the layout of each file with the offsets of its tensors. Raises the errors of `encode_header`."""
-    return tuple(
-        _lay_out_file(file_number, *contents) for file_number, contents in enumerate(files)
-    )
+    layouts: list[SafetensorsLayout] = []
+    for number, (name, entries, page_offset) in enumerate(files):
+        header = encode_header(entries, page_offset)
+        offsets = list(accumulate((nbytes for *_, nbytes in entries), initial=len(header)))
+        tensors: list[Array] = []
+        for (tensor, dtype, shape, _), offset in zip(entries, offsets):
+            tensors.append(whole_array(tensor, dtype, shape, (number, offset)))
+        layouts.append(SafetensorsLayout(name, header, tuple(tensors), offsets[-1]))
+    return tuple(layouts)
 
 
 def split_into_shards(
@@ -433,27 +450,3 @@ def encode_index(layouts: Sequence[SafetensorsLayout]) -> bytes:
         "weight_map": dict(sorted(weight_map.items())),
     }
     return json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
-
-
-def _describe_tensor(entry: LayoutEntry, start: int, stop: int) -> dict[str, object]:
-    name, dtype, shape, nbytes = entry
-    if array_bits(dtype, shape) != 8 * nbytes:
-        why = f"{dtype} {list(shape)} takes {array_bits(dtype, shape):,} bits, its entry has {nbytes:,} bytes"
-        hint = "this is a bug in prep: nothing was written"
-        raise PrepError(f"{name} cannot be stored as safetensors", why, hint)
-    if dtype not in DTYPE_CODES:
-        why = "safetensors has no such dtype"
-        raise PrepError(f"{name} is {dtype}", why, text("{} keeps it", Command("reshard")))
-    return {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
-
-
-def _lay_out_file(
-    file_number: int, name: str, entries: Sequence[LayoutEntry], page_offset: int | None
-) -> SafetensorsLayout:
-    header = encode_header(entries, page_offset)
-    offsets = list(accumulate((nbytes for *_, nbytes in entries), initial=len(header)))
-    tensors = tuple(
-        whole_array(tensor, dtype, shape, (file_number, offset))
-        for (tensor, dtype, shape, _), offset in zip(entries, offsets)
-    )
-    return SafetensorsLayout(name, header, tensors, offsets[-1])

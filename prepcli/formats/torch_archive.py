@@ -14,7 +14,7 @@ import struct
 import zipfile
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -64,20 +64,15 @@ MAX_DIRECTORY_NBYTES = 16 << 20
 
 
 class ZipArchive:
-    """An archive. Only its directory is read, records on request.
+    """An archive of PyTorch. Only its directory is read, records on request.
 
     Attributes:
         records: Records by name, without their common folder.
         directory: Bytes of the directory.
     """
 
-    def __init__(self, file: BinaryIO, find_root: Callable[[list[str]], str] | None = None) -> None:
-        """Read and check the directory.
-
-        Args:
-            file: The archive.
-            find_root: Returns the common folder of the names of all records, with a slash. Default: there is none.
-        """
+    def __init__(self, file: BinaryIO) -> None:
+        """Read and check the directory."""
         self._file = file
         start, nbytes, count = self._locate_directory()
         self.directory = self._read(start, nbytes)
@@ -104,9 +99,7 @@ class ZipArchive:
             if has_dots or "\\" in name or "\0" in name:
                 what = f"it has a record called {quote_name(name)}"
                 raise ValueError(f"{what}, which is not a plain path")
-        root = ""
-        if find_root is not None:
-            root = find_root([info.orig_filename for info in infos])
+        root = _find_root([info.orig_filename for info in infos])
         self.records: dict[str, zipfile.ZipInfo] = {}
         for info in infos:
             name = info.orig_filename.removeprefix(root)
@@ -409,7 +402,7 @@ class TorchArchive:
 
     def __init__(self, file: BinaryIO) -> None:
         """Read the directory and the pickle."""
-        self._zip = ZipArchive(file, _find_root)
+        self._zip = ZipArchive(file)
         # Older versions of torch.save do not record the byte order. Their files count as little endian.
         if "byteorder" in self._zip.records and self._zip.read("byteorder", 16) != b"little":
             raise ValueError("it was written on a big-endian machine")

@@ -177,15 +177,14 @@ def select_model_files(names: Iterable[str]) -> list[str]:
     for preferred in (INDEX_FILE, SINGLE_FILE):
         if preferred in names:
             return [preferred]
-    return sorted(filter(_is_candidate, names))
-
-
-def _is_candidate(name: str) -> bool:
-    """Return whether a file may hold the model of a folder that has no file of a standard name."""
-    if name.startswith(".") or not name.lower().endswith(SUFFIXES):
-        return False
-    # Parts of Meta's models are split inside tensors, so that no one of them is a model.
-    return not CONSOLIDATED_FILE.fullmatch(name) and not is_training_file(name)
+    selected: list[str] = []
+    for name in names:
+        has_suffix = name.lower().endswith(SUFFIXES) and not name.startswith(".")
+        # Parts of Meta's models are split inside tensors, so that no one of them is a model.
+        is_other = CONSOLIDATED_FILE.fullmatch(name) or is_training_file(name)
+        if has_suffix and not is_other:
+            selected.append(name)
+    return sorted(selected)
 
 
 def is_training_file(name: str) -> bool:

@@ -21,7 +21,7 @@ from prepcli.engine.blobs import DerivedArrays
 from prepcli.formats.codecs import CODECS
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.model_files import ModelFiles
-from prepcli.formats.orbax import OrbaxNonArray, read_item
+from prepcli.formats.orbax import read_item
 from prepcli.formats.orbax_chunks import dotted_name
 from prepcli.formats.registry import FORMATS, Kind
 from prepcli.models.parameters import VERBATIM, Family
@@ -380,7 +380,10 @@ def _orbax_contents(located: LocatedCheckpoint, folder: AnyPath) -> CheckpointCo
     names = dict.fromkeys(chain.from_iterable(array.codecs for array in item.arrays))
     # A checksum compresses nothing.
     codecs = [name for name in names if not CODECS[name].is_checksum]
-    others = [_describe_non_array(entry) for entry in item.non_arrays]
+    others: list[str] = []
+    for entry in item.non_arrays:
+        value = f"the text {entry.text!r}" if entry.is_string else f"an empty {entry.value_type}"
+        others.append(f"{dotted_name(entry.path)} is {value}")
     others += [f"{name} is in the index, but not in the tree" for name in item.unlisted_names]
     return CheckpointContents(
         display_name=located.display_name,
@@ -395,14 +398,6 @@ def _orbax_contents(located: LocatedCheckpoint, folder: AnyPath) -> CheckpointCo
         encoded_places=places,
         codecs=tuple(codecs),
     )
-
-
-def _describe_non_array(entry: OrbaxNonArray) -> str:
-    if entry.value_type == "string":
-        value = f"the text {entry.text!r}"
-    else:
-        value = f"an empty {entry.value_type}"
-    return f"{dotted_name(entry.path)} is {value}"
 
 
 def read_mapped_contents(

@@ -364,20 +364,15 @@ def merge_windows(
     merged: list[Box] = []
     for window in windows:
         box = window
-        while (other := _mergeable_box(box, merged, axis_strides, min_gap_nbytes)) is not None:
-            merged.remove(other)
-            box = _union_box(box, other)
+        # The joined box may touch boxes before it.
+        others = iter(merged)
+        while (other := next(others, None)) is not None:
+            if _is_mergeable(box, other, axis_strides, min_gap_nbytes):
+                merged.remove(other)
+                box = _union_box(box, other)
+                others = iter(merged)
         merged.append(box)
     return merged
-
-
-def _mergeable_box(
-    box: Box, others: Sequence[Box], axis_strides: Sequence[int], min_gap_nbytes: int
-) -> Box | None:
-    for other in others:
-        if _is_mergeable(box, other, axis_strides, min_gap_nbytes):
-            return other
-    return None
 
 
 def _union_box(a: Box, b: Box) -> Box:

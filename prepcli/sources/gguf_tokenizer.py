@@ -201,7 +201,10 @@ def _sentencepiece_document(metadata: Mapping[str, Any], *, has_merges: bool) ->
         if token_type == NORMAL_TYPE:
             pieces[token] = score
     merges: list[tuple[str, str]] = []
-    if has_merges or not _has_simple_scores(pieces):
+    # If all scores differ and pieces are short, `_merges_of_scores` raises no error.
+    num_splits = sum(map(len, pieces)) - len(pieces)
+    has_ties = len({*pieces.values()}) < len(pieces)
+    if has_merges or has_ties or num_splits > MERGES_PER_PIECE * len(pieces):
         merges = _merges_of_scores(pieces)
     replace_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     normalizers: list[dict[str, Any]] = [replace_spaces]
@@ -228,13 +231,6 @@ def _sentencepiece_document(metadata: Mapping[str, Any], *, has_merges: bool) ->
             "merges": merges,
         },
     }
-
-
-def _has_simple_scores(pieces: Mapping[str, float]) -> bool:
-    """Return whether all scores differ, and pieces are short: `_merges_of_scores` then raises no error."""
-    num_splits = sum(map(len, pieces)) - len(pieces)
-    has_ties = len({*pieces.values()}) < len(pieces)
-    return not has_ties and num_splits <= MERGES_PER_PIECE * len(pieces)
 
 
 def _merges_of_scores(pieces: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -59,7 +59,6 @@ from prepcli.sources.side_files import ListedFile, is_weight_file, select_side_f
 from prepcli.sources.source import read_config
 from prepcli.stores.byte_ranges import (
     DEFAULT_RETRY_POLICY,
-    RemoteFile,
     RetryPolicy,
     retry_policy_from_env,
 )
@@ -212,36 +211,26 @@ def open_bucket_folder(reference: BucketUrl, access: Access) -> OpenFolder:
     if not access.allow_urls:
         raise usage_error(f"`{name}` is a URL", "this command does not read URLs", COPY_HINT)
     bucket = Bucket(reference.url, retry_policy=access.retry_policy)
-    if files := _without_older_steps(bucket.list_files()):
-        return OpenFolder(name, StoreListing(name, bucket, files).root)
-    if file := _find_single_file(reference, access):
-        return file
-    why = "no object has this prefix"
-    raise PrepError(f"{bucket.name} holds no checkpoint", why, "check the spelling")
-
-
-def _find_single_file(reference: BucketUrl, access: Access) -> OpenFolder | None:
-    """Return the object that a URL names, beside the other objects of its folder, or None if there is none."""
-    folder, _, name = reference.url.path.rpartition("/")
-    if not name:
-        return None
-    bucket = Bucket(replace(reference.url, path=folder), retry_policy=access.retry_policy)
-    if bucket.find_file(name) is None:
-        return None
-    files = bucket.list_folder_files()
-    return OpenFolder(reference.display_name, StoreListing(bucket.name, bucket, files).root / name)
-
-
-def _without_older_steps(files: Sequence[RemoteFile]) -> list[RemoteFile]:
-    """Leave out all steps of a training run but the last complete one. A step is complete if it has a manifest."""
+    files = bucket.list_files()
     paths = [file.path for file in files]
     steps = listed_steps(paths)
-    if not steps and RECIPE_FILE not in paths:
-        return list(files)
-    # A step without a manifest is being written, or a kill left it. Neither may be opened as the
-    # newest one. A run that has only such steps keeps its other files, and is reported as begun.
-    kept_steps = (None, *steps[-1:])
-    return [file for file in files if listed_step(file.path) in kept_steps]
+    if steps or RECIPE_FILE in paths:
+        # Of a training run, only the last complete step is kept: a step without a manifest is being
+        # written, or a kill left it. Neither may be opened as the newest one. A run that has only such
+        # steps keeps its other files, and is reported as begun.
+        kept_steps = (None, *steps[-1:])
+        files = [file for file in files if listed_step(file.path) in kept_steps]
+    if files:
+        return OpenFolder(name, StoreListing(name, bucket, files).root)
+    # The URL may name one object beside the other objects of its folder.
+    folder, _, file_name = reference.url.path.rpartition("/")
+    if file_name:
+        parent = Bucket(replace(reference.url, path=folder), retry_policy=access.retry_policy)
+        if parent.find_file(file_name) is not None:
+            listing = StoreListing(parent.name, parent, parent.list_folder_files())
+            return OpenFolder(name, listing.root / file_name)
+    why = "no object has this prefix"
+    raise PrepError(f"{bucket.name} holds no checkpoint", why, "check the spelling")
 
 
 SMALL_FILE_PATTERNS = (

@@ -78,7 +78,14 @@ def read_trainer_checkpoint(source: Source) -> Source:
     Raises:
         PrepError: There is none, it is damaged, or it is no state of AdamW with the moments of all parameters.
     """
-    path = _optimizer_path(source)
+    paths = [source.root / name for name in OPTIMIZER_FILES if (source.root / name).is_file()]
+    if not paths:
+        why = f"it has no {OPTIMIZER_FILES[0]}"
+        if source.manifest is not None and OPTIMIZER_FILES[0] in source.manifest.files:
+            raise DamagedError(f"{source.display_name} is damaged", why, GET_AGAIN_HINT)
+        what = f"{source.display_name} has no training state"
+        raise PrepError(what, why, WITHOUT_STATE_HINT)
+    path = paths[0]
     optimizer = read_torch_object(path)
     entries, groups = _state_dict(path, optimizer)
     keys = _parameter_keys(source, path, groups)
@@ -294,19 +301,6 @@ def decay_differences(
 
 
 # --- optimizer.pt and trainer_state.json of Trainer ---
-
-
-def _optimizer_path(source: Source) -> AnyPath:
-    """Return the path of the optimizer's state."""
-    for name in OPTIMIZER_FILES:
-        path = source.root / name
-        if path.is_file():
-            return path
-    why = f"it has no {OPTIMIZER_FILES[0]}"
-    if source.manifest is not None and OPTIMIZER_FILES[0] in source.manifest.files:
-        raise DamagedError(f"{source.display_name} is damaged", why, GET_AGAIN_HINT)
-    what = f"{source.display_name} has no training state"
-    raise PrepError(what, why, WITHOUT_STATE_HINT)
 
 
 def _state_dict(path: AnyPath, optimizer: TorchObject) -> tuple[Group, Sequence[Group]]:

@@ -27,7 +27,11 @@ from prepcli.formats.meta_llama_config import (
     to_hf_config,
 )
 from prepcli.formats.model_files import FileHeader
-from prepcli.formats.safetensors import read_safetensors_header, split_into_shards
+from prepcli.formats.safetensors import (
+    LayoutEntry,
+    read_safetensors_header,
+    split_into_shards,
+)
 from prepcli.formats.torch_files import (
     CONSOLIDATED_FILE,
     META_PARAMS_FILE,
@@ -93,26 +97,26 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     path = located.files.path
     if hints.verbatim and (path / MISTRAL_FILE).exists():
         return hf_folder.read(replace(located, kind="safetensors"), hints)
-    names = [name for name in list_folder(path) if CONSOLIDATED_FILE.fullmatch(name)]
-    if not names:
-        headers = [read_safetensors_header(path / MISTRAL_FILE, 0)]
-    else:
-        expected = [f"consolidated.{number:02d}.pth" for number in range(len(names))]
-        if missing := [name for name in expected if name not in names]:
-            why = f"{path} has {len(names)} such files, up to {names[-1]}"
-            raise PrepError(
-                f"{missing[0]} is missing", why, "copy all files: each has a part of the model"
-            )
-        headers = map_files(read_torch_header, [path / name for name in names], range(len(names)))
+    ranks = [name for name in list_folder(path) if CONSOLIDATED_FILE.fullmatch(name)]
+    expected = [f"consolidated.{number:02d}.pth" for number in range(len(ranks))]
+    if missing := [name for name in expected if name not in ranks]:
+        why = f"{path} has {len(ranks)} such files, up to {ranks[-1]}"
+        raise PrepError(
+            f"{missing[0]} is missing", why, "copy all files: each has a part of the model"
+        )
+    headers = map_files(read_torch_header, [path / name for name in ranks], range(len(ranks)))
+    headers = headers or [read_safetensors_header(path / MISTRAL_FILE, 0)]
     config = _load_config(located, hints, headers)
     family = FAMILIES[str(config["model_type"])]
     sharded = _ShardedTensors(headers, config, family)
     tensors = tuple(tensor for _, tensor in sorted(sharded.tensors(), key=lambda pair: pair[0]))
-    full_names = [_hf_name(tensor.name, family) for tensor in tensors]
-    entries = [
-        (name, tensor.dtype, tensor.shape, tensor.nbytes)
-        for name, tensor in zip(full_names, tensors)
-    ]
+    entries: list[LayoutEntry] = []
+    for tensor in tensors:
+        name = tensor.name
+        # A tensor that only Meta has keeps its name.
+        if name not in (*family.unprefixed, ROPE_FREQUENCIES):
+            name = family.prefix + name
+        entries.append((name, tensor.dtype, tensor.shape, tensor.nbytes))
     file_names: list[str] = []
     for file_name, shard_entries in split_into_shards(entries, OUTPUT_SHARD_NBYTES):
         file_names += [file_name] * len(shard_entries)
@@ -122,7 +126,7 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     for file in side_files.copied:
         if file.name not in META_SIDE_FILES or matches_any(file.name, hints.copied_files):
             copied.append(file)
-    names = detect_names(family, config, full_names=full_names)
+    names = detect_names(family, config, full_names=[name for name, *_ in entries])
     side_files = replace(side_files, copied=tuple(copied))
     source = hf_folder.make_source(
         replace(located, manifest=None),
@@ -132,13 +136,6 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
         file_stamps(headers),
     )
     return replace(source, tensor_file_names=tuple(file_names), blobs=sharded.blobs)
-
-
-def _hf_name(name: str, family: Family) -> str:
-    """Return the tensor name in a Hugging Face file. A tensor that only Meta has keeps its name."""
-    if name in (*family.unprefixed, ROPE_FREQUENCIES):
-        return name
-    return family.prefix + name
 
 
 # The config
@@ -299,7 +296,11 @@ class _ShardedTensors:
         for tensor, _ in shards:
             if tensor.shape != chunk_shape:
                 raise self._shape_error(tensor, axis_map, axis, chunk_shape)
-        if chunk_shape == axis_map.leaf_shape and not _permutes_elements(axis_map):
+        # E.g. (heads half two) and (heads two half): equal shapes, and another order of the rows.
+        meta_factors = itertools.chain(*axis_map.leaf_dims)
+        hf_factors = itertools.chain(*(dim.factors for dim in axis_map.source_dims))
+        has_hf_order = [each.atom for each in meta_factors] == [each.atom for each in hf_factors]
+        if chunk_shape == axis_map.leaf_shape and has_hf_order:
             first, blob = shards[0]
             position = (blob, first.offset)
             return whole_array(
@@ -340,11 +341,3 @@ class _ShardedTensors:
                     f"a shard of this shape belongs to a checkpoint of {count} files: check that none is missing",
                 )
         return PrepError(what, why, f"are {META_PARAMS_FILE} and the weights of one model?")
-
-
-def _permutes_elements(axis_map: AxisMap) -> bool:
-    """Return whether Meta's order of elements differs from that of the Hugging Face tensor."""
-    # E.g. (heads half two) and (heads two half): equal shapes, and another order of the rows.
-    meta_factors = itertools.chain(*axis_map.leaf_dims)
-    hf_factors = itertools.chain(*(dim.factors for dim in axis_map.source_dims))
-    return [factor.atom for factor in meta_factors] != [factor.atom for factor in hf_factors]

@@ -51,7 +51,10 @@ def read_checked_header(path: AnyPath) -> tuple[FileHeader, Manifest | None]:
             recorded = record.get("dtype"), record.get("shape")
             if recorded != (tensor.dtype, list(tensor.shape)):
                 stored = f"{tensor.name}, {tensor.dtype} {list(tensor.shape)}"
-                why = f"{ADAPTER_FILE} has {stored}, {MANIFEST_FILE} records {_record_text(record)}"
+                expected = f"{record.get('dtype')!s:.60} {record.get('shape')!s:.60}"
+                if record is NO_RECORD:
+                    expected = "no such tensor"
+                why = f"{ADAPTER_FILE} has {stored}, {MANIFEST_FILE} records {expected}"
                 raise DamagedError(f"{path} is damaged", why, DAMAGE_HINT)
             num_rows = tensor.shape[0] if tensor.shape else 1
             if [digest[:2] for digest in record["digests"]] != [[0, num_rows]]:
@@ -97,12 +100,6 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     del hints  # the config of the base is not needed
     source = open_adapter(located.files.path, ADAPTER_FAMILY, {})
     return replace(source, display_name=located.display_name)
-
-
-def _record_text(record: TensorRecord) -> str:
-    if record is NO_RECORD:
-        return "no such tensor"
-    return f"{record.get('dtype')!s:.60} {record.get('shape')!s:.60}"
 
 
 def _no_model(config: HFConfig) -> NoReturn:
