@@ -423,22 +423,20 @@ class TorchArchive:
         if not num_args <= len(call.args) <= max(num_args, 6) + 1:
             raise ValueError(_NOT_BUILT)
         storage = call.args[0]
-        key = storage.persistent_id if isinstance(storage, PersistentRef) else None
-        if not isinstance(key, tuple) or len(key) not in (5, 6) or key[0] != "storage":
+        fields = storage.persistent_id if isinstance(storage, PersistentRef) else None
+        if not isinstance(fields, tuple) or len(fields) not in (5, 6) or fields[0] != "storage":
             raise ValueError("it refers to an object that is not a storage")
-        storage_type = key[1]
-        dtype = (
-            STORAGES.get(storage_type.qualified_name)
-            if isinstance(storage_type, PickledName)
-            else None
-        )
-        if dtype is None or not isinstance(key[2], str):
+        _, storage_type, key, _, num_elements, *view = fields
+        # `uint8` for an untyped storage.
+        dtype = None
+        if isinstance(storage_type, PickledName):
+            dtype = STORAGES.get(storage_type.qualified_name)
+        if dtype is None or not isinstance(key, str):
             raise ValueError("it refers to a storage of an unknown type")
-        if len(key) == 6 and key[5] is not None:
+        if view and view[0] is not None:
             what = "it refers to a part of a storage"
             raise ValueError(f"{what} (a format of very old versions of PyTorch)")
-        key, dtype, num_elements = (key[2], dtype, _parse_count(key[4]))
-        storage_nbytes = num_elements * itemsize(dtype)
+        storage_nbytes = _parse_count(num_elements) * itemsize(dtype)
         if num_args == 7:
             stored_dtype = call.args[6]
             if (
