@@ -27,11 +27,14 @@ from prepcli.execution.training_storage import RunStorage, StepSave, joint_work
 from prepcli.formats.manifest import (
     NO_MANIFEST,
     STATE_ITEM,
+    ScoreGroup,
+    StepScore,
+    best_steps,
     check_files,
     find_manifest_folder,
+    manifest_score,
     read_manifest,
 )
-from prepcli.formats.run_steps import ScoreGroup, StepScore, best_steps, manifest_score
 from prepcli.models.chunk_shapes import MIN_SPLIT_NBYTES
 from prepcli.planning.manifest_fields import PREP_KEYS, Manifest
 from prepcli.planning.plan import Plan, SmallFile

@@ -17,8 +17,13 @@ from prepcli.execution.bucket_step import BucketStep
 from prepcli.execution.output_paths import RETRIES
 from prepcli.execution.step_writer import write_step
 from prepcli.execution.training_storage import StepSave, exchange_boxes, joint_work
-from prepcli.formats.manifest import MANIFEST_FILE, RECREATE_HINT
-from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
+    RECIPE_FILE,
+    RECREATE_HINT,
+    listed_step,
+    listed_steps,
+)
 from prepcli.planning.object_files import (
     ProcessFiles,
     plan_process_files,

@@ -19,8 +19,7 @@ from prepcli.execution.folder_store import acquire_lock, lock_in_folder, remove_
 from prepcli.execution.output_paths import remove_path
 from prepcli.execution.step_writer import FolderStep, write_step
 from prepcli.execution.training_storage import StepSave
-from prepcli.formats.manifest import RECREATE_HINT
-from prepcli.formats.run_steps import RECIPE_FILE, saved_steps, step_folder
+from prepcli.formats.manifest import RECIPE_FILE, RECREATE_HINT, saved_steps, step_folder
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.stores.files import fsync_path, io_error
 

@@ -26,11 +26,11 @@ from prepcli.core.errors import (
 from prepcli.core.formatting import join_names
 from prepcli.core.json_values import HFConfig, load_json, parse_json
 from prepcli.formats import torch_files
+from prepcli.formats.manifest import is_begun_run, no_step_error
 from prepcli.formats.meta_llama_config import is_dense_mistral
 from prepcli.formats.msgpack import sniff_msgpack_kind
 from prepcli.formats.orbax import ITEM_MARKERS
 from prepcli.formats.registry import FORMATS, SUFFIXES, Kind, Select, iter_hf_tensors
-from prepcli.formats.run_steps import is_begun_run, no_step_error
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_HINT, select_safetensors_files
 from prepcli.formats.torch_dcp import METADATA_FILE as DCP_METADATA_FILE
 from prepcli.formats.torch_files import META_PARAMS_FILE, MISTRAL_FILE, TRAINING_FILE_PATTERNS

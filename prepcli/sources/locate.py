@@ -21,7 +21,10 @@ from prepcli.core.observer import NullProgress, Observer, Progress
 from prepcli.formats.gguf import part_names
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
+    RECIPE_FILE,
     item_manifest_folder,
+    listed_step,
+    listed_steps,
     read_manifest,
     read_manifest_of_file,
 )
@@ -33,7 +36,6 @@ from prepcli.formats.orbax import (
     list_checkpoint_folders,
 )
 from prepcli.formats.registry import FORMATS, INDEX_FILES, Kind, select_downloads
-from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.quantized.formats import QUANTIZATION_FILES

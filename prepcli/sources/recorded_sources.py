@@ -16,8 +16,14 @@ from prepcli.core.formatting import join_names
 from prepcli.core.json_values import quote_name
 from prepcli.core.observer import Progress
 from prepcli.formats.lock_file import Lock, LockedFile, LockedTensor
-from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, find_manifest_folder, read_manifest
-from prepcli.formats.run_steps import saved_steps, step_folder
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
+    NO_MANIFEST,
+    find_manifest_folder,
+    read_manifest,
+    saved_steps,
+    step_folder,
+)
 from prepcli.planning.manifest_fields import Manifest, OriginRecord
 from prepcli.sources.references import CONFIG, HubRepo, parse_reference
 from prepcli.sources.source import Source, SourceTensor

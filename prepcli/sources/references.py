@@ -16,8 +16,8 @@ from typing import Literal
 
 from prepcli.core.errors import Command, Key, Option, PrepError, Text, text, usage_error
 from prepcli.core.formatting import shorten, suggest
-from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.run_steps import (
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
     RECIPE_FILE,
     STEP_NAME,
     best_step,

@@ -26,6 +26,12 @@ from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.libraries import LayoutScale, recorded_scale
 from prepcli.planning.manifest_fields import Manifest, ScaleRecord
 from prepcli.planning.plan import DroppedTensor, SourceFile
+from prepcli.sources.adam_state import (
+    MomentTrees,
+    add_item_state,
+    match_moment_trees,
+    with_state_item,
+)
 from prepcli.sources.decoded_arrays import decoded_array, unscaled_array
 from prepcli.sources.foreign_trees import (
     ForeignTree,
@@ -38,12 +44,6 @@ from prepcli.sources.foreign_trees import (
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import FolderModel, select_family
 from prepcli.sources.openers.hf_folder import make_source, with_recorded_digests
-from prepcli.sources.openers.item_state import (
-    MomentTrees,
-    add_item_state,
-    match_moment_trees,
-    with_state_item,
-)
 from prepcli.sources.references import CONFIG, SourceHints
 from prepcli.sources.side_files import SideFile, SideFiles, find_side_files, matches_any
 from prepcli.sources.source import (
