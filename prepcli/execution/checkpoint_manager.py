@@ -380,7 +380,7 @@ class StepScores:
     scores: dict[int, StepScore] = field(default_factory=dict)
 
     def best_steps(self, steps: Sequence[int]) -> dict[ScoreGroup, int]:
-        """Return the best step of each group. See `run_steps.best_steps`."""
+        """Return the best step of each group. See `manifest.best_steps`."""
         for step in steps:
             # A saved step is never overwritten, so a value that was read once stays valid.
             if step not in self.scores:
