@@ -74,15 +74,6 @@ class Target:
             target = _strided_view(flat_array, copy.file_offset, counts, array_steps)
             assign_tiled(target, source)
 
-    def bytes_of(self, window: Box) -> ByteArray | None:
-        """Return the bytes of the array that take a window as it is. None if its elements are apart, or not all."""
-        copies = part_copies(self.axis_map, self.part, window=window)
-        first, *others = [*itertools.islice(copies, 2)] or [None]
-        if first is None or others or first.dims or first.width != volume(window):
-            return None
-        run = self.array.reshape(-1)[first.file_offset : first.file_offset + first.width]
-        return run.view(np.uint8)
-
 
 @dataclass(frozen=True, slots=True)
 class WindowRead:
@@ -207,9 +198,13 @@ class BoxReader(ClosedAfterBlock):
         target, *others = read.targets
         if others or read.duplicates or target.array.dtype != numpy_dtype(read.dtype):
             return None
-        into = target.bytes_of(read.window)
-        if into is None:
+        copies = part_copies(target.axis_map, target.part, window=read.window)
+        first, *rest = [*itertools.islice(copies, 2)] or [None]
+        # The elements of the window may be apart in the array, or not all in it.
+        if first is None or rest or first.dims or first.width != volume(read.window):
             return None
+        elements = target.array.reshape(-1)
+        into = elements[first.file_offset : first.file_offset + first.width].view(np.uint8)
         run = next(location_copies(read.locations, read.window, read.window))
         # Direct I/O needs the address and the offset in the file to agree modulo PAGE.
         alignment = 1 if self.is_remote else PAGE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter, mul
@@ -195,7 +195,19 @@ class ItemReader(BoxReader):
         """Yield the reads of a leaf: one window each, or all windows of a chunk to decode."""
         array = self._item.arrays[number]
         is_direct = is_read_directly(self._item, number)
-        for index, targets in _targets_by_chunk(array, parts):
+        axis_map = identity_axis_map(array.name, array.chunk_shape)
+        atoms = [dim[0].atom for dim in axis_map.leaf_dims]
+        targets_by_chunk: dict[ChunkIndex, list[Target]] = {}
+        for box, out in parts.items():
+            if not volume(box):
+                continue
+            for index in array.grid.overlapping(box):
+                corner = map(mul, index, array.chunk_shape)
+                in_chunk = tuple((low - by, high - by) for (low, high), by in zip(box, corner))
+                needed = intersection(in_chunk, full_box(array.chunk_shape))
+                part = LeafBoxPart(in_chunk, array.name, dict(zip(atoms, needed)))
+                targets_by_chunk.setdefault(index, []).append(Target(axis_map, part, out))
+        for index, targets in sorted(targets_by_chunk.items(), key=itemgetter(0)):
             place: Locations = ()
             if is_direct:
                 stored = array.stored_chunk(index)
@@ -256,23 +268,6 @@ class _ChunkJob:
     reads: tuple[WindowRead, ...]
 
 
-def _targets_by_chunk(array: Array, parts: BoxArrays) -> Iterator[tuple[ChunkIndex, list[Target]]]:
-    """Yield the index and the arrays to fill of every needed chunk, in C order of the grid."""
-    axis_map = identity_axis_map(array.name, array.chunk_shape)
-    atoms = [dim[0].atom for dim in axis_map.leaf_dims]
-    targets: dict[ChunkIndex, list[Target]] = {}
-    for box, out in parts.items():
-        if not volume(box):
-            continue
-        for index in array.grid.overlapping(box):
-            corner = map(mul, index, array.chunk_shape)
-            in_chunk = tuple((low - by, high - by) for (low, high), by in zip(box, corner))
-            needed = intersection(in_chunk, full_box(array.chunk_shape))
-            part = LeafBoxPart(in_chunk, array.name, dict(zip(atoms, needed)))
-            targets.setdefault(index, []).append(Target(axis_map, part, out))
-    yield from sorted(targets.items(), key=itemgetter(0))
-
-
 def _offset(array: Array, window: Box) -> int:
     """Return the offset of a window of a chunk in the bytes of the chunk."""
     byte_strides = strides(array.chunk_shape, itemsize(array.dtype))
@@ -324,33 +319,22 @@ def _block_pieces(boxes: Sequence[Box], meta: Array) -> Iterator[Box]:
     inner_box = full_box(meta.chunk_shape[axis + 1 :])
     outer_ranges = [range(low, high) for low, high in _bounding_box(boxes)[:axis]]
     for outer in itertools.product(*outer_ranges):
+        # E.g. a chunk of 10 rows in blocks of 4: the rows 1:3, 6:7 and 9:10 become 0:4, 4:8 and 8:10,
+        # and their union is 0:10.
         spans: list[tuple[int, int]] = []
         for box in boxes:
-            if all(low <= i < high for i, (low, high) in zip(outer, box)):
-                spans.append(box[axis])
-        for low, high in _whole_block_spans(spans, blocks.rows, meta.chunk_shape[axis]):
+            first, stop = box[axis]
+            if first < stop and all(low <= i < high for i, (low, high) in zip(outer, box)):
+                first = first // blocks.rows * blocks.rows
+                stop = -(-stop // blocks.rows) * blocks.rows
+                spans.append((first, min(stop, meta.chunk_shape[axis])))
+        union: list[tuple[int, int]] = []
+        for low, high in sorted(spans):
+            if union and low <= union[-1][1]:
+                union[-1] = (union[-1][0], max(union[-1][1], high))
+            else:
+                union.append((low, high))
+        for low, high in union:
             for first in range(low, high, length):
                 span = (first, min(first + length, high))
                 yield (*((i, i + 1) for i in outer), span, *inner_box)
-
-
-def _whole_block_spans(
-    spans: Iterable[tuple[int, int]], block_rows: int, num_rows: int
-) -> Iterator[tuple[int, int]]:
-    """Widen spans of rows to whole checksum blocks. Yield the union as disjoint spans, ascending."""
-    # E.g. a chunk of 10 rows in blocks of 4: the spans 1:3, 6:7 and 9:10 become 0:4, 4:8 and 8:10,
-    # and their union is 0:10.
-    widened: list[tuple[int, int]] = []
-    for low, high in spans:
-        if low < high:
-            first = low // block_rows * block_rows
-            stop = min(num_rows, -(-high // block_rows) * block_rows)
-            widened.append((first, stop))
-    widened.sort()
-    union: list[tuple[int, int]] = []
-    for low, high in widened:
-        if union and low <= union[-1][1]:
-            union[-1] = (union[-1][0], max(union[-1][1], high))
-        else:
-            union.append((low, high))
-    yield from union
