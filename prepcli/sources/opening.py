@@ -184,8 +184,9 @@ def _check_layout_is_used(
 
 def read_source(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     """Read the headers and settings of a checkpoint with the opener of its format. Only this opener is imported."""
-    opener = import_module(f"prepcli.sources.openers.{FORMATS[located.kind].opener}")
-    source = opener.read(located, hints)
+    module, _, name = FORMATS[located.kind].opener.partition(".")
+    read = getattr(import_module(f"prepcli.sources.openers.{module}"), name)
+    source = read(located, hints)
     assert isinstance(source, Source)
     return source
 

@@ -30,7 +30,7 @@ from prepcli.sources.adam_state import (
     read_scalars,
     trained_tensors,
 )
-from prepcli.sources.openers.dcp_folder import STATE_PREFIX
+from prepcli.sources.openers.tensor_files import STATE_PREFIX
 from prepcli.sources.side_files import TRAINER_STATE_FILE
 from prepcli.sources.source import (
     SCHEDULER_FILE,

@@ -34,7 +34,7 @@ from prepcli.sources.gguf_architectures import (
 from prepcli.sources.gguf_tokenizer import tokenizer_files
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import FolderModel
-from prepcli.sources.openers.hf_folder import make_source
+from prepcli.sources.openers.tensor_files import make_source
 from prepcli.sources.references import CONFIG, SourceHints
 from prepcli.sources.side_files import NO_SIDE_FILES
 from prepcli.sources.source import MadeFiles, Source, SourceTensor, file_stamps, read_config

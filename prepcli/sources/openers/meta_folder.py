@@ -44,7 +44,7 @@ from prepcli.models.torchtitan_layouts import META_NAMES, TORCHTITAN_LAYOUT
 from prepcli.planning.arrays import Array, Location, MappedArray, whole_array
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import FolderModel
-from prepcli.sources.openers import hf_folder
+from prepcli.sources.openers.tensor_files import assign_blobs, make_source, read_folder
 from prepcli.sources.references import CONFIG, SourceHints
 from prepcli.sources.side_files import SideFile, find_side_files, matches_any
 from prepcli.sources.source import Source, SourceTensor, file_stamps
@@ -96,7 +96,7 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     """Read the headers and the config of Meta's or Mistral's files. No pickled code is run."""
     path = located.files.path
     if hints.verbatim and (path / MISTRAL_FILE).exists():
-        return hf_folder.read(replace(located, kind="safetensors"), hints)
+        return read_folder(replace(located, kind="safetensors"), hints)
     ranks = [name for name in list_folder(path) if CONSOLIDATED_FILE.fullmatch(name)]
     expected = [f"consolidated.{number:02d}.pth" for number in range(len(ranks))]
     if missing := [name for name in expected if name not in ranks]:
@@ -128,7 +128,7 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
             copied.append(file)
     names = detect_names(family, config, full_names=[name for name, *_ in entries])
     side_files = replace(side_files, copied=tuple(copied))
-    source = hf_folder.make_source(
+    source = make_source(
         replace(located, manifest=None),
         FolderModel(None, config, family, names, side_files),
         tensors,
@@ -221,9 +221,7 @@ class _ShardedTensors:
         tensors: list[Array] = []
         for header in headers:
             tensors.extend(header.tensors)
-        blob_numbers, self.blobs = hf_folder.assign_blobs(
-            tensors, [header.path for header in headers]
-        )
+        blob_numbers, self.blobs = assign_blobs(tensors, [header.path for header in headers])
         # Each shard with its blob number.
         self._shards_by_name: dict[str, list[tuple[Array, int]]] = {}
         for tensor, blob in zip(tensors, blob_numbers):

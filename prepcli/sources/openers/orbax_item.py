@@ -43,7 +43,7 @@ from prepcli.sources.foreign_trees import (
 )
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import FolderModel, select_family
-from prepcli.sources.openers.hf_folder import make_source, with_recorded_digests
+from prepcli.sources.openers.tensor_files import make_source, with_recorded_digests
 from prepcli.sources.references import CONFIG, SourceHints
 from prepcli.sources.side_files import SideFile, SideFiles, find_side_files, matches_any
 from prepcli.sources.source import (

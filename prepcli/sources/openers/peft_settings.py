@@ -35,7 +35,7 @@ from prepcli.models.peft_names import split_wrappers
 from prepcli.models.rows import split_row
 from prepcli.models.text_part import with_prefixes
 from prepcli.planning.arrays import Array
-from prepcli.sources.openers.peft_folder import is_adapter, read_checked_header
+from prepcli.sources.openers.tensor_files import is_adapter, read_checked_header
 from prepcli.sources.source import read_config
 from prepcli.stores.paths import AnyPath
 
