@@ -170,7 +170,16 @@ def read_token_list(path: Path) -> tuple[AddedToken, ...]:
         items: list[JsonValue] = document
         tokens = [_json_token(path, number, item) for number, item in enumerate(items, 1)]
     else:
-        tokens = [make_token(line) for line in _lines(path, data)]
+        try:
+            # Some editors write a byte order mark.
+            lines = data.removeprefix(codecs.BOM_UTF8).decode().split("\n")
+        except UnicodeDecodeError as error:
+            line = data.count(b"\n", 0, error.start) + 1
+            raise _list_error(path, f"line {line} is not UTF-8") from None
+        if lines[-1] == "":
+            lines.pop()
+        lines = [line.removesuffix("\r") for line in lines]
+        tokens = [make_token(line) for line in lines]
     if not tokens:
         raise _list_error(path, "it has no token")
     contents = [token["content"] for token in tokens]
@@ -227,18 +236,6 @@ def _contained_pairs(texts: Iterable[str], parts: Collection[str]) -> Iterator[t
                 part = content[start : start + length]
                 if part in known:
                     yield content, part
-
-
-def _lines(path: AnyPath, data: bytes) -> list[str]:
-    try:
-        # Some editors write a byte order mark.
-        lines = data.removeprefix(codecs.BOM_UTF8).decode().split("\n")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise _list_error(path, f"line {line} is not UTF-8") from None
-    if lines[-1] == "":
-        lines.pop()
-    return [line.removesuffix("\r") for line in lines]
 
 
 def _json_token(path: AnyPath, number: int, item: JsonValue) -> AddedToken:

@@ -99,7 +99,13 @@ class ZipArchive:
             if has_dots or "\\" in name or "\0" in name:
                 what = f"it has a record called {quote_name(name)}"
                 raise ValueError(f"{what}, which is not a plain path")
-        root = _find_root([info.orig_filename for info in infos])
+        names = [info.orig_filename for info in infos]
+        pickles = [name for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
+        if len(set(pickles)) != 1:
+            raise ValueError(f"it is a zip archive with {len(pickles)} pickles of tensors, not one")
+        root = pickles[0].removesuffix("data.pkl")
+        if strays := [name for name in names if not name.startswith(root)]:
+            raise ValueError(f"{quote_name(strays[0])} in it is not under {quote_name(root)}")
         self.records: dict[str, zipfile.ZipInfo] = {}
         for info in infos:
             name = info.orig_filename.removeprefix(root)
@@ -379,17 +385,6 @@ UNSUPPORTED_NAMES: Mapping[str, str] = {
     **{f"torch.{kind}Storage": "it holds quantised tensors" for kind in
        ("QUInt8", "QInt8", "QInt32", "QUInt4x2", "QUInt2x4")},
 }  # fmt: skip
-
-
-def _find_root(names: list[str]) -> str:
-    """Return the folder of all records, with a slash. PyTorch names it after the saved file."""
-    pickles = [name for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
-    if len(set(pickles)) != 1:
-        raise ValueError(f"it is a zip archive with {len(pickles)} pickles of tensors, not one")
-    root = pickles[0].removesuffix("data.pkl")
-    if strays := [name for name in names if not name.startswith(root)]:
-        raise ValueError(f"{quote_name(strays[0])} in it is not under {quote_name(root)}")
-    return root
 
 
 class TorchArchive:

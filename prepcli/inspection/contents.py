@@ -517,7 +517,28 @@ def _to_node(builder: _TreeBuilder) -> TreeNode:
     """Convert a builder to a node. Its parent adds its label. A branch with a single child is replaced by the child."""
     # The depth of the recursion is at most MAX_PATH_PARTS of `contents`.
     frozen = {label: _to_node(child) for label, child in builder.children.items()}
-    children = tuple(_merge_numbered(frozen))
+    numbers = sorted(int(label) for label in frozen if _NUMBER.fullmatch(label))
+    # A frozen TreeNode is hashed by its content, so equal layers are one key: 32 layers give one group.
+    groups: dict[TreeNode, list[int]] = {}
+    for number in numbers:
+        groups.setdefault(_sort_children(frozen[str(number)]), []).append(number)
+    merged: list[TreeNode] = []
+    for equal in groups.values():
+        node = _multiply_counts(frozen[str(equal[0])], len(equal))
+        texts = number_runs(equal, "..")
+        if len(texts) > MAX_RUNS:
+            texts[MAX_RUNS - 1 : -1] = ["…"]
+        label = texts[0] if len(equal) == 1 else f"{{{','.join(texts)}}}"
+        merged.append(replace(node, labels=(label, *node.labels)))
+    # The merged layers take the place of the first one.
+    nodes: list[TreeNode] = []
+    for label, child in frozen.items():
+        if not _NUMBER.fullmatch(label):
+            nodes.append(replace(child, labels=(label, *child.labels)))
+        elif merged:
+            nodes += merged
+            merged = []
+    children = tuple(nodes)
     entry = builder.entry
     if entry is None:
         if len(children) == 1:
@@ -536,35 +557,6 @@ def _make_branch(children: tuple[TreeNode, ...]) -> TreeNode:
         tensors += child.tensors
         nbytes += child.nbytes
     return TreeNode((), tensors, nbytes, children=children)
-
-
-def _merge_numbered(children: Mapping[str, TreeNode]) -> Iterator[TreeNode]:
-    """Yield the children with their labels. Numbered children with equal content are merged into one.
-
-    For example the equal layers `0`, `1`, `2` become one child `{0..2}`, in place of the first numbered child.
-    """
-    numbers = sorted(int(label) for label in children if _NUMBER.fullmatch(label))
-    # A frozen TreeNode is hashed by its content, so equal layers are one key: 32 layers give one group.
-    groups: dict[TreeNode, list[int]] = {}
-    for number in numbers:
-        groups.setdefault(_sort_children(children[str(number)]), []).append(number)
-    merged: list[TreeNode] = []
-    for equal in groups.values():
-        node = _multiply_counts(children[str(equal[0])], len(equal))
-        texts = number_runs(equal, "..")
-        if len(texts) > MAX_RUNS:
-            texts[MAX_RUNS - 1 : -1] = ["…"]
-        if len(equal) == 1:
-            label = texts[0]
-        else:
-            label = f"{{{','.join(texts)}}}"
-        merged.append(replace(node, labels=(label, *node.labels)))
-    for label, child in children.items():
-        if not _NUMBER.fullmatch(label):
-            yield replace(child, labels=(label, *child.labels))
-        elif merged:
-            yield from merged
-            merged = []
 
 
 def _sort_children(node: TreeNode) -> TreeNode:

@@ -79,7 +79,24 @@ def draw_shard_map(name: str, shape: Sequence[int], dtype: str, spec: Spec, mesh
         *_header_lines(name, shape, dtype, spec, mesh),
         *_legend_lines(spec, down, across, shard),
     ]
-    return "\n".join(lines + _draw_grid(down, across, shard, holders))
+    width = _cell_width(down, across, shard)
+    header = "".join(
+        f" {_clip_text(across.label(part, shard), width):<{width}}" for part in across.drawn_parts
+    ).rstrip()
+    rule = ["─" * width] * len(across.drawn_parts)
+    grid = [f"┌{'┬'.join(rule)}┐"]
+    for row in down.drawn_parts:
+        cells = (
+            _format_devices(holders.get((row, column), []), width - 2)
+            for column in across.drawn_parts
+        )
+        label = _clip_text(down.label(row, shard), WIDTH)
+        line = "".join(f"│ {cell:<{width - 1}}" for cell in cells)
+        grid += [f"{line}│  {label}".rstrip(), f"├{'┼'.join(rule)}┤"]
+    grid[-1] = f"└{'┴'.join(rule)}┘"
+    if header:
+        grid.insert(0, header)
+    return "\n".join(lines + grid)
 
 
 def summarize_sharding(name: str, shape: Sequence[int], dtype: str, spec: Spec, mesh: Mesh) -> str:
@@ -154,30 +171,6 @@ def _wrap_phrases(phrases: Sequence[str], separator: str) -> list[str]:
     text = separator.join(phrase.replace(" ", "\N{NO-BREAK SPACE}") for phrase in phrases)
     lines = textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
-
-
-def _draw_grid(
-    down: _PictureSide, across: _PictureSide, shard: Sequence[int], holders: CellDevices
-) -> list[str]:
-    """Return a table as lines: one cell per shard, with the numbers of its devices."""
-    width = _cell_width(down, across, shard)
-    header = "".join(
-        f" {_clip_text(across.label(part, shard), width):<{width}}" for part in across.drawn_parts
-    ).rstrip()
-    rule = ["─" * width] * len(across.drawn_parts)
-    lines = [f"┌{'┬'.join(rule)}┐"]
-    for row in down.drawn_parts:
-        cells = (
-            _format_devices(holders.get((row, column), []), width - 2)
-            for column in across.drawn_parts
-        )
-        label = _clip_text(down.label(row, shard), WIDTH)
-        line = "".join(f"│ {cell:<{width - 1}}" for cell in cells)
-        lines += [f"{line}│  {label}".rstrip(), f"├{'┼'.join(rule)}┤"]
-    lines[-1] = f"└{'┴'.join(rule)}┘"
-    if header:
-        return [header, *lines]
-    return lines
 
 
 def _format_devices(numbers: Sequence[int], width: int) -> str:

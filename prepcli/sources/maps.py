@@ -157,52 +157,49 @@ class _MapParser:
     def read(self, line: int, statement: str) -> None:
         """Read a line without its comment."""
         try:
-            self._read_statement(line, statement)
+            if len(statement) > MAX_LINE_CHARS:
+                raise row_error("", f"it has more than {MAX_LINE_CHARS:,} characters")
+            keyword, _, value = statement.partition(" ")
+            if ARROW in statement:
+                if statement.count(ARROW) != 1:
+                    raise row_error(statement, f"it has several `{ARROW}`")
+                left, right = statement.split(ARROW)
+                row = ParsedMapRow(
+                    line, statement, parse_tensor(statement, left), parse_tensor(statement, right)
+                )
+                for tensor in (row.target, row.source):
+                    atoms = tensor.free_atoms
+                    repeated = {atom for atom in atoms if atoms.count(atom) > 1}
+                    if repeated:
+                        raise row_error(statement, f"`{min(repeated)}` appears twice on one side")
+                unmatched = {*row.target.free_atoms} ^ {*row.source.free_atoms}
+                if unmatched:
+                    raise row_error(statement, f"`{min(unmatched)}` appears on one side only")
+                self.rows.append(row)
+            elif keyword == "family" and value:
+                if self.family:
+                    raise row_error(statement, "the family is named twice")
+                self.family = value.strip()
+            elif keyword == "size" and "=" in value:
+                atom, _, size = value.partition("=")
+                atom = atom.strip()
+                if not atom.isidentifier():
+                    raise row_error(value, f"`{atom:.60}` is not a valid atom name")
+                if atom in self.sizes:
+                    first = self.sizes[atom].line
+                    raise row_error(
+                        value, f"the atom `{atom}` has two sizes, the first one in line {first}"
+                    )
+                self.sizes[atom] = MapLine(line, size.strip())
+            elif keyword == "drop" and value:
+                if len(self.drops) == MAX_DROPS:
+                    raise row_error(statement, f"a map has at most {MAX_DROPS:,} `drop` lines")
+                self.drops.append(MapLine(line, value.strip()))
+            else:
+                why = f"`{statement:.60}` is no row, and no `family`, `size` or `drop` line"
+                raise row_error(statement, why)
         except PrepError as error:
             self.problems.append(f"line {line}: {error.why}")
-
-    def _read_statement(self, line: int, statement: str) -> None:
-        if len(statement) > MAX_LINE_CHARS:
-            raise row_error("", f"it has more than {MAX_LINE_CHARS:,} characters")
-        keyword, _, value = statement.partition(" ")
-        if ARROW in statement:
-            if statement.count(ARROW) != 1:
-                raise row_error(statement, f"it has several `{ARROW}`")
-            left, right = statement.split(ARROW)
-            row = ParsedMapRow(
-                line, statement, parse_tensor(statement, left), parse_tensor(statement, right)
-            )
-            for tensor in (row.target, row.source):
-                atoms = tensor.free_atoms
-                repeated = {atom for atom in atoms if atoms.count(atom) > 1}
-                if repeated:
-                    raise row_error(statement, f"`{min(repeated)}` appears twice on one side")
-            unmatched = {*row.target.free_atoms} ^ {*row.source.free_atoms}
-            if unmatched:
-                raise row_error(statement, f"`{min(unmatched)}` appears on one side only")
-            self.rows.append(row)
-        elif keyword == "family" and value:
-            if self.family:
-                raise row_error(statement, "the family is named twice")
-            self.family = value.strip()
-        elif keyword == "size" and "=" in value:
-            atom, _, size = value.partition("=")
-            atom = atom.strip()
-            if not atom.isidentifier():
-                raise row_error(value, f"`{atom:.60}` is not a valid atom name")
-            if atom in self.sizes:
-                first = self.sizes[atom].line
-                raise row_error(
-                    value, f"the atom `{atom}` has two sizes, the first one in line {first}"
-                )
-            self.sizes[atom] = MapLine(line, size.strip())
-        elif keyword == "drop" and value:
-            if len(self.drops) == MAX_DROPS:
-                raise row_error(statement, f"a map has at most {MAX_DROPS:,} `drop` lines")
-            self.drops.append(MapLine(line, value.strip()))
-        else:
-            why = f"`{statement:.60}` is no row, and no `family`, `size` or `drop` line"
-            raise row_error(statement, why)
 
 
 def compute_size(value: str, config: HFConfig) -> int | tuple[int, ...]:

@@ -406,8 +406,14 @@ def read_flax(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     if hints.part == "trainstate_params":
         extra_entries = ()
     side_files = find_side_files((config_path or folder / CONFIG).parent, hints.copied_files)
-    copied = _settings_files(side_files.copied, hints, has_config=config_path is not None)
-    side_files = replace(side_files, copied=copied)
+    settings: list[SideFile] = []
+    for file in side_files.copied:
+        # The folder of a file without a config may have files of any kind.
+        is_of_model = config_path is not None or file.is_at_top
+        is_setting = is_of_model and file.path.suffix in SETTINGS_SUFFIXES
+        if is_setting or matches_any(file.name, hints.copied_files):
+            settings.append(file)
+    side_files = replace(side_files, copied=tuple(settings))
     if config_path is None:
         side_files = replace(side_files, left=(), omitted=())
     model = FolderModel(config_path, config, family, names, side_files)
@@ -422,21 +428,6 @@ def read_flax(located: LocatedCheckpoint, hints: SourceHints) -> Source:
         tensor_file_names=tuple(file_names[file_position(tensor)[0]] for tensor in tensors),
         extra_entries=(*extra_entries, *unindexed_entries(stored.unindexed)),
     )
-
-
-def _settings_files(
-    files: Iterable[SideFile], hints: SourceHints, *, has_config: bool
-) -> tuple[SideFile, ...]:
-    """Return the small files of a model, and the ones that the user asks for.
-
-    The folder of a file without a config may have files of any kind.
-    """
-    settings: list[SideFile] = []
-    for file in files:
-        is_setting = file.path.suffix in SETTINGS_SUFFIXES and (has_config or file.is_at_top)
-        if is_setting or matches_any(file.name, hints.copied_files):
-            settings.append(file)
-    return tuple(settings)
 
 
 def _extra_scalars(stored: ModelFiles, tree: ForeignTree) -> Iterator[DroppedTensor]:
