@@ -160,6 +160,7 @@ def read_token_list(path: Path) -> tuple[AddedToken, ...]:
         data = read_file_or_pipe(path)
     except OSError as error:
         raise unreadable_error(path, error) from error
+    tokens: list[AddedToken] = []
     if path.suffix == ".json":
         try:
             document = load_json(data)
@@ -168,7 +169,22 @@ def read_token_list(path: Path) -> tuple[AddedToken, ...]:
         if not isinstance(document, list):
             raise _list_error(path, "it is not a JSON list")
         items: list[JsonValue] = document
-        tokens = [_json_token(path, number, item) for number, item in enumerate(items, 1)]
+        for number, item in enumerate(items, 1):
+            if isinstance(item, str):
+                tokens.append(make_token(item))
+                continue
+            if not isinstance(item, dict) or not isinstance(item.get("content"), str):
+                why = f"item {number} is neither a string nor an object with `content`"
+                raise _list_error(path, why)
+            flags: JsonObject = {key: value for key, value in item.items() if key != "content"}
+            for key, value in flags.items():
+                if key not in FLAGS:
+                    why = f"item {number} has the unknown key {key!r:.60}"
+                    raise _list_error(path, why, f"supported keys: content, {', '.join(FLAGS)}")
+                if not isinstance(value, bool):
+                    why = f"`{key}` of item {number} is {value!r:.60}, not true or false"
+                    raise _list_error(path, why)
+            tokens.append(make_token(cast(str, item["content"]), flags))
     else:
         try:
             # Some editors write a byte order mark.
@@ -236,21 +252,6 @@ def _contained_pairs(texts: Iterable[str], parts: Collection[str]) -> Iterator[t
                 part = content[start : start + length]
                 if part in known:
                     yield content, part
-
-
-def _json_token(path: AnyPath, number: int, item: JsonValue) -> AddedToken:
-    if isinstance(item, str):
-        return make_token(item)
-    if not isinstance(item, dict) or not isinstance(item.get("content"), str):
-        raise _list_error(path, f"item {number} is neither a string nor an object with `content`")
-    flags: JsonObject = {key: value for key, value in item.items() if key != "content"}
-    for key, value in flags.items():
-        if key not in FLAGS:
-            why = f"item {number} has the unknown key {key!r:.60}"
-            raise _list_error(path, why, f"supported keys: content, {', '.join(FLAGS)}")
-        if not isinstance(value, bool):
-            raise _list_error(path, f"`{key}` of item {number} is {value!r:.60}, not true or false")
-    return make_token(cast(str, item["content"]), flags)
 
 
 def _list_error(path: AnyPath, why: str, hint: str = LIST_HINT) -> UsageError:

@@ -329,8 +329,25 @@ def check_files(
     """
     for name, record in manifest.files.items():
         is_selected = names is None or name in names
-        if "xxh3" in record and is_selected:
-            _check_file(folder, name, record, hint)
+        if "xxh3" not in record or not is_selected:
+            continue
+        path = resolve_named_path(folder, name, folder / MANIFEST_FILE)
+        what = f"{path} does not exist"
+        why = "the manifest lists it"
+        if path.exists():
+            actual = record_file(path)
+            # A later version of prep may add keys to a record, so only these two are compared.
+            is_equal_size = actual["bytes"] == record["bytes"]
+            if is_equal_size and actual.get("xxh3") == record.get("xxh3"):
+                continue
+            what = f"{path} is damaged"
+            expected = _describe_record(record)
+            why = f"it has {_describe_record(actual)}, the manifest records {expected}"
+        if hint:
+            raise DamagedError(what, why, hint(name))
+        if is_settings_file(name):
+            raise DamagedError(what, why, accept_hint(folder, name))
+        raise DamagedError(what, why, GET_AGAIN_HINT)
 
 
 def are_files_intact(folder: AnyPath, manifest: Manifest) -> bool:
@@ -340,27 +357,6 @@ def are_files_intact(folder: AnyPath, manifest: Manifest) -> bool:
     except PrepError:
         return False
     return True
-
-
-def _check_file(
-    folder: AnyPath, name: str, record: FileRecord, hint: Callable[[str], str] | None
-) -> None:
-    path = resolve_named_path(folder, name, folder / MANIFEST_FILE)
-    what = f"{path} does not exist"
-    why = "the manifest lists it"
-    if path.exists():
-        actual = record_file(path)
-        # A later version of prep may add keys to a record, so only these two are compared.
-        is_equal_size = actual["bytes"] == record["bytes"]
-        if is_equal_size and actual.get("xxh3") == record.get("xxh3"):
-            return
-        what = f"{path} is damaged"
-        why = f"it has {_describe_record(actual)}, the manifest records {_describe_record(record)}"
-    if hint:
-        raise DamagedError(what, why, hint(name))
-    if is_settings_file(name):
-        raise DamagedError(what, why, accept_hint(folder, name))
-    raise DamagedError(what, why, GET_AGAIN_HINT)
 
 
 def _describe_record(record: FileRecord) -> str:

@@ -120,7 +120,23 @@ def read_safetensors_header(path: AnyPath, file_number: int) -> FileHeader:
     if len(header_bytes) < LENGTH_NBYTES + nbytes:
         raise _wrong_size_error(path, LENGTH_NBYTES + nbytes, len(header_bytes))
     try:
-        metadata, tensors = _parse_header(header_bytes, file_number)
+        metadata: tuple[tuple[str, str], ...] = ()
+        tensors: list[Array] = []
+        names: set[str] = set()
+        for name, entry in _iter_entries(header_bytes):
+            if name in names:
+                raise ValueError(f"it has {quote_name(name)} twice")
+            names.add(name)
+            if name != METADATA_KEY:
+                tensors.append(_parse_tensor(name, entry, file_number, len(header_bytes)))
+                continue
+            for key, value in entry.items():
+                if not isinstance(value, str):
+                    raise ValueError(f"its {METADATA_KEY} must hold only text")
+                # Python's JSON accepts half of a surrogate pair, other parsers do not.
+                value.encode()
+                metadata += ((key, value),)
+        tensors.sort(key=operator.attrgetter("offset", "nbytes"))
         end = len(header_bytes)
         for tensor in tensors:
             if tensor.offset != end:
@@ -209,28 +225,6 @@ def iter_folder_tensors(folder: AnyPath) -> Iterator[Array]:
 
 
 # Functions for a single file
-
-
-def _parse_header(raw: bytes, file_number: int) -> tuple[tuple[tuple[str, str], ...], list[Array]]:
-    """Return metadata and tensors in the order of their bytes. Raise ValueError if it is invalid."""
-    metadata: tuple[tuple[str, str], ...] = ()
-    tensors: list[Array] = []
-    names: set[str] = set()
-    for name, entry in _iter_entries(raw):
-        if name in names:
-            raise ValueError(f"it has {quote_name(name)} twice")
-        names.add(name)
-        if name != METADATA_KEY:
-            tensors.append(_parse_tensor(name, entry, file_number, len(raw)))
-            continue
-        for key, value in entry.items():
-            if not isinstance(value, str):
-                raise ValueError(f"its {METADATA_KEY} must hold only text")
-            # Python's JSON accepts half of a surrogate pair, other parsers do not.
-            value.encode()
-            metadata += ((key, value),)
-    tensors.sort(key=operator.attrgetter("offset", "nbytes"))
-    return metadata, tensors
 
 
 def _iter_entries(raw: bytes) -> Iterator[tuple[str, JsonObject]]:

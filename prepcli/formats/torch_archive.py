@@ -440,8 +440,13 @@ class TorchArchive:
             ):
                 raise ValueError("its dtype is unknown")
             dtype = DTYPES[stored_dtype.qualified_name]
-        if any(map(_has_true_flag, call.args[max(num_args, 6) :])):
-            raise ValueError("it is a conjugate or negative view, whose values are not stored")
+        for flags in call.args[max(num_args, 6) :]:
+            if not isinstance(flags, PickledMapping):
+                continue
+            if len(flags.items) > MAX_FLAGS:
+                raise ValueError(_NOT_BUILT)
+            if any(flag is not False for _, flag in flags.items):
+                raise ValueError("it is a conjugate or negative view, whose values are not stored")
         first = _parse_count(call.args[1])
         shape = parse_counts(call.args[2])
         byte_strides = _byte_strides(
@@ -465,14 +470,6 @@ class TorchArchive:
 def is_tensor(value: object) -> bool:
     """Return whether a value of a pickle is a tensor."""
     return isinstance(value, PickledCall) and value.callee.qualified_name in _REBUILDERS
-
-
-def _has_true_flag(metadata: object) -> bool:
-    if not isinstance(metadata, PickledMapping):
-        return False
-    if len(metadata.items) > MAX_FLAGS:
-        raise ValueError(_NOT_BUILT)
-    return any(flag is not False for _, flag in metadata.items)
 
 
 def _unwrap_parameter(value: object) -> PickledCall:

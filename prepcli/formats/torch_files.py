@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import BinaryIO
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
@@ -100,7 +101,21 @@ def read_torch_header(path: AnyPath, file_number: int) -> FileHeader:
     with _file_errors(path), open_regular_file(path) as file:
         archive = _open_archive(path, file)
         state_key, state_dict = _find_state_dict(archive)
-        tensors, values = _read_state_dict(archive, state_dict, file_number)
+        tensors: dict[str, Array] = {}
+        values: list[_Item] = []
+        for key, value in state_dict.items:
+            if not is_tensor(value):
+                values.append((key, value))
+                continue
+            if not isinstance(key, str):
+                what = _describe_value(key)
+                raise ValueError(f"the name of a tensor in it is not text, but {what}")
+            if key in tensors:
+                raise ValueError(f"it has {quote_name(key)} twice")
+            try:
+                tensors[key] = archive.find_tensor(value, key, file_number)
+            except ValueError as error:
+                raise ValueError(f"{quote_name(key)}: {error}") from error
     # Of a file with a state dict among other values, e.g. `epoch`.
     beside: list[_Item] = []
     if isinstance(archive.root, PickledMapping) and archive.root is not state_dict:
@@ -121,7 +136,7 @@ def read_torch_header(path: AnyPath, file_number: int) -> FileHeader:
             name = str(key) if isinstance(key, str | int) else "a key of another type"
             unread.append(quote_name(name))
         remark += f", not {join_names(unread, max_names=MAX_KEYS)}"
-    ordered = tuple(sorted(tensors, key=lambda tensor: (tensor.offset, tensor.name)))
+    ordered = tuple(sorted(tensors.values(), key=attrgetter("offset", "name")))
     digest = archive.digest
     return FileHeader(path, stat.st_size, stat.st_mtime_ns, digest, ordered, tuple(others), remark)
 
@@ -348,27 +363,6 @@ def _has_parameters(archive: TorchArchive, mapping: PickledMapping) -> bool:
 
 def _has_tensors(mapping: PickledMapping) -> bool:
     return any(is_tensor(value) for _, value in mapping.items)
-
-
-def _read_state_dict(
-    archive: TorchArchive, state_dict: PickledMapping, file_number: int
-) -> tuple[list[Array], list[_Item]]:
-    """Return the tensors and the other values of a state dict."""
-    tensors: dict[str, Array] = {}
-    non_tensors: list[_Item] = []
-    for key, value in state_dict.items:
-        if not is_tensor(value):
-            non_tensors.append((key, value))
-            continue
-        if not isinstance(key, str):
-            raise ValueError(f"the name of a tensor in it is not text, but {_describe_value(key)}")
-        if key in tensors:
-            raise ValueError(f"it has {quote_name(key)} twice")
-        try:
-            tensors[key] = archive.find_tensor(value, key, file_number)
-        except ValueError as error:
-            raise ValueError(f"{quote_name(key)}: {error}") from error
-    return [*tensors.values()], non_tensors
 
 
 def _describe_value(value: object) -> str:

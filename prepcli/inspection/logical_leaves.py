@@ -29,7 +29,7 @@ from prepcli.sources.foreign_trees import match_foreign_tree
 from prepcli.sources.model_family import select_family
 from prepcli.sources.references import SourceHints
 from prepcli.sources.source import SourceTensor
-from prepcli.sources.tensor_match import TensorNames, detect_names
+from prepcli.sources.tensor_match import TensorNames, detect_names, family_tensors
 from prepcli.targets.orbax_item import is_tower_leaf
 
 MAX_LISTED = 3  # leaves in a message
@@ -243,15 +243,10 @@ def missing_parameter(contents: CheckpointContents) -> str:
 
 def _first_missing(family: Family, config: HFConfig, shapes: StoredShapes) -> str:
     """Return the first tensor of a family that a file with tensors of these shapes does not have, or ""."""
-    rows = parameter_rows(family, config, tensors=shapes)
-    if family.is_tied(config, shapes.keys()):
-        rows.pop(family.tying.head_leaf, None)
-    sizes = family.sizes(config)
-    for row in rows.values():
-        # The config is untrusted: a row ends the loop at its first tensor without a name in the files.
-        for name, _ in bind_row(row, sizes).tensors():
-            if name not in shapes:
-                return TensorNames(family).full_name(name)
+    # The config is untrusted: the loop ends at the first tensor without a name in the files.
+    for name, _ in family_tensors(family, config, shapes):
+        if name not in shapes:
+            return TensorNames(family).full_name(name)
     return ""
 
 

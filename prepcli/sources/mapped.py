@@ -64,6 +64,7 @@ from prepcli.sources.tensor_match import (
     TensorInfo,
     TensorNames,
     detect_names,
+    family_tensors,
 )
 from prepcli.stores.files import read_small_file
 from prepcli.stores.paths import AnyPath
@@ -273,15 +274,9 @@ def _family_problems(
     names = detect_names(family, config, full_names=targets.keys())
     by_name = {names.bare_name(name): rows for name, rows in targets.items()}
     targets_of = {name: rows[0].target.source_shape for name, rows in by_name.items()}
-    rows = parameter_rows(family, config, tensors=targets_of)
-    if family.is_tied(config, targets_of.keys()):
-        rows.pop(family.tying.head_leaf, None)
-    sizes = family.sizes(config)
     expected: dict[str, tuple[int, ...]] = {}
-    for row in rows.values():
-        axis_map = bind_row(row, sizes)
-        for name, _ in axis_map.tensors():
-            expected[name] = axis_map.source_shape
+    for name, axis_map in family_tensors(family, config, targets_of):
+        expected[name] = axis_map.source_shape
     ignored = re.compile("|".join(map("({})".format, dropped_patterns(family))) or r"(?!)")
     others = {*family.duplicates, family.tying.head_tensor}
     others |= prediction_names(family, config, by_name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,7 +24,13 @@ from prepcli.core.errors import (
 )
 from prepcli.core.formatting import MAX_CHARS, count_text, join_names
 from prepcli.core.json_values import HFConfig, JsonObject
-from prepcli.models.parameters import Family, dropped_patterns, read_size
+from prepcli.models.parameters import (
+    Family,
+    StoredShapes,
+    dropped_patterns,
+    parameter_rows,
+    read_size,
+)
 from prepcli.models.text_part import pattern_of_layers
 from prepcli.planning.manifest_fields import MAX_ROWS
 from prepcli.planning.plan import DroppedTensor, EqualityCheck
@@ -303,6 +309,24 @@ def _has_embedding(family: Family, full_names: Collection[str], wrapper_prefix: 
         if any(name in full_names for name in names):
             return True
     return False
+
+
+def family_tensors(
+    family: Family, config: HFConfig, stored: StoredShapes
+) -> Iterator[tuple[str, AxisMap]]:
+    """Yield the bare name and the axis map of each tensor of a config, except a tied head.
+
+    The stored shapes decide between a row and its alternate. The config is untrusted: a row may have any number of
+    tensors.
+    """
+    rows = parameter_rows(family, config, tensors=stored)
+    if family.is_tied(config, stored.keys()):
+        rows.pop(family.tying.head_leaf, None)
+    sizes = family.sizes(config)
+    for row in rows.values():
+        axis_map = bind_row(row, sizes)
+        for name, _ in axis_map.tensors():
+            yield name, axis_map
 
 
 def vocab_tensors(match: TensorMatch) -> set[str]:

@@ -50,7 +50,7 @@ from prepcli.sources.side_files import SideFile, find_side_files, matches_any
 from prepcli.sources.source import Source, SourceTensor, file_stamps
 from prepcli.sources.tensor_match import detect_names
 from prepcli.stores.files import list_folder, read_bytes, stat_file
-from prepcli.stores.paths import AnyPath, map_files
+from prepcli.stores.paths import map_files
 
 LLAMA = FAMILIES["llama"]
 MAX_PARAMS_NBYTES = 1 << 20
@@ -157,22 +157,8 @@ def _load_config(
             )
             raise PrepError(f"{display_name} has the wrong model_type", why, hint)
         return config
-    params = _read_params(path, display_name)
-    try:
-        # Meta's files of LLaMA 3.2 1B and 3B store the head although it is the embedding.
-        has_head = any(tensor.name == LM_HEAD for tensor in headers[0].tensors)
-        if is_dense_mistral(params):
-            return mistral_to_hf_config(params, _vocab_size(params, headers), not has_head)
-        is_tied = is_small_llama_3_2(params) or not has_head
-        return to_hf_config(params, _vocab_size(params, headers), is_tied)
-    except ValueError as error:
-        hint = text("{} names a {} instead", Option("config"), CONFIG)
-        raise PrepError(f"{path / META_PARAMS_FILE} is invalid", str(error), hint) from error
-
-
-def _read_params(folder: AnyPath, display_name: str) -> Any:
-    path = folder / META_PARAMS_FILE
-    if not path.exists():
+    params_path = path / META_PARAMS_FILE
+    if not params_path.exists():
         why = "the number of heads is not known without it"
         hint = text(
             "put Meta's {} next to the files, or {} names the model's {}",
@@ -182,11 +168,21 @@ def _read_params(folder: AnyPath, display_name: str) -> Any:
         )
         raise PrepError(f"{display_name} has no {META_PARAMS_FILE}", why, hint)
     try:
-        if stat_file(path).st_size > MAX_PARAMS_NBYTES:
+        if stat_file(params_path).st_size > MAX_PARAMS_NBYTES:
             raise ValueError(f"it is larger than {MAX_PARAMS_NBYTES:,} bytes")
-        return parse_json(read_bytes(path))
+        params: Any = parse_json(read_bytes(params_path))
     except ValueError as error:
-        raise DamagedError(f"{path} is broken", str(error), GET_AGAIN_HINT) from error
+        raise DamagedError(f"{params_path} is broken", str(error), GET_AGAIN_HINT) from error
+    try:
+        # Meta's files of LLaMA 3.2 1B and 3B store the head although it is the embedding.
+        has_head = any(tensor.name == LM_HEAD for tensor in headers[0].tensors)
+        if is_dense_mistral(params):
+            return mistral_to_hf_config(params, _vocab_size(params, headers), not has_head)
+        is_tied = is_small_llama_3_2(params) or not has_head
+        return to_hf_config(params, _vocab_size(params, headers), is_tied)
+    except ValueError as error:
+        hint = text("{} names a {} instead", Option("config"), CONFIG)
+        raise PrepError(f"{params_path} is invalid", str(error), hint) from error
 
 
 def _vocab_size(document: Any, headers: Sequence[FileHeader]) -> int:
