@@ -20,7 +20,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from prepcli.algebra.grids import ChunkTable
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
@@ -317,7 +316,31 @@ def _read_orbax_tree(folder: AnyPath) -> _StoredTree:
     entries = tree.get("tree_metadata")
     if not isinstance(entries, dict):
         raise _broken_file_error(folder / METADATA_FILE, "it has no tree_metadata")
-    leaves = [_parse_leaf(folder, entry) for entry in entries.values()]
+    leaves: list[_TreeLeaf] = []
+    for entry in entries.values():
+        match entry:
+            # `skip_deserialize` marks leaves without stored values: None and empty containers
+            case {
+                "key_metadata": [_, *_] as keys,
+                "value_metadata": {"value_type": str(value_type)} as value,
+            }:
+                is_empty = value.get("skip_deserialize") is True
+            case _:
+                why = "it describes a leaf without a path or a type"
+                raise _broken_file_error(folder / METADATA_FILE, why)
+        path: list[str | int] = []
+        for key in keys:
+            # Orbax's KeyType: 1 is an index of a sequence, 2 a key of a dict. Nine digits bound the list that
+            # a hostile index can ask for.
+            match key:
+                case {"key": str(part), "key_type": 1} if re.fullmatch("0|[1-9][0-9]{0,8}", part):
+                    path.append(int(part))
+                case {"key": str(part), "key_type": 2}:
+                    path.append(part)
+                case _:
+                    why = f"{quote_name(str(key))} is not a part of a path"
+                    raise _broken_file_error(folder / METADATA_FILE, why)
+        leaves.append(_TreeLeaf(tuple(path), value_type, is_empty))
     names = [dotted_name(leaf.path) for leaf in leaves if leaf.is_array]
     # Without the keys, the storage is OCDBT and zarr 2, the defaults of Orbax.
     has_chunk_files = tree.get("use_ocdbt", True) is False
@@ -355,32 +378,6 @@ def _read_json(path: AnyPath) -> JsonObject:
 
 def _broken_file_error(path: AnyPath, why: str) -> DamagedError:
     return DamagedError(f"{path} is broken", why, GET_AGAIN_HINT)
-
-
-def _parse_leaf(folder: AnyPath, entry: Any) -> _TreeLeaf:
-    match entry:
-        # `skip_deserialize` marks leaves without stored values: None and empty containers
-        case {
-            "key_metadata": [_, *_] as keys,
-            "value_metadata": {"value_type": str(value_type)} as value,
-        }:
-            is_empty = value.get("skip_deserialize") is True
-        case _:
-            why = "it describes a leaf without a path or a type"
-            raise _broken_file_error(folder / METADATA_FILE, why)
-    path: list[str | int] = []
-    for key in keys:
-        # Orbax's KeyType: 1 is an index of a sequence, 2 a key of a dict. Nine digits bound the list that a
-        # hostile index can ask for.
-        match key:
-            case {"key": str(part), "key_type": 1} if re.fullmatch("0|[1-9][0-9]{0,8}", part):
-                path.append(int(part))
-            case {"key": str(part), "key_type": 2}:
-                path.append(part)
-            case _:
-                why = f"{quote_name(str(key))} is not a part of a path"
-                raise _broken_file_error(folder / METADATA_FILE, why)
-    return _TreeLeaf(tuple(path), value_type, is_empty)
 
 
 def _read_non_arrays(folder: AnyPath, leaves: Sequence[_TreeLeaf]) -> tuple[OrbaxNonArray, ...]:
