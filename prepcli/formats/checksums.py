@@ -80,9 +80,6 @@ def read_checksums(
 
     Returns:
         The checksums. None if the manifest records no checksum file.
-
-    Raises:
-        PrepError: The file is missing, differs from its digest, or has an unsupported format.
     """
     data = read_checksum_bytes(folder, manifest)
     if data is None:

@@ -128,11 +128,7 @@ def unwritten_manifest(folder: AnyPath, data: bytes) -> Iterator[None]:
 
 
 def read_manifest(folder: AnyPath) -> Manifest | None:
-    """Read the manifest of a folder, if there is one.
-
-    Raises:
-        PrepError: The manifest is invalid or damaged.
-    """
+    """Read the manifest of a folder, if there is one."""
     path = folder / MANIFEST_FILE
     if not path.exists():
         return None
@@ -143,11 +139,7 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
 
 
 def decode_manifest(path: AnyPath, data: bytes) -> Manifest:
-    """Decode the bytes of a manifest file and check its digest.
-
-    Raises:
-        PrepError: The manifest is invalid or damaged.
-    """
+    """Decode the bytes of a manifest file and check its digest."""
     manifest = parse_manifest(path, data)
     # Outputs of early versions have no digest to compare.
     recorded = manifest.digest
@@ -158,11 +150,7 @@ def decode_manifest(path: AnyPath, data: bytes) -> Manifest:
 
 
 def parse_manifest(path: AnyPath, data: bytes) -> Manifest:
-    """Decode the bytes of a manifest file without a check of its digest.
-
-    Raises:
-        PrepError: The file is not a manifest, or has another format version.
-    """
+    """Decode the bytes of a manifest file without a check of its digest."""
     try:
         fields = load_json(data)
     except ValueError as error:

@@ -196,9 +196,6 @@ def list_weight_files(
     Args:
         folder: Folder of the model.
         selected: The files, or only the index of them.
-
-    Raises:
-        PrepError: The index is not valid, or a file of it is missing.
     """
     if len(selected) != 1 or not selected[0].endswith(INDEX_SUFFIX):
         return selected, None
@@ -215,11 +212,7 @@ def list_weight_files(
 
 
 def read_weight_map(path: AnyPath) -> dict[str, str]:
-    """Read the file name of each tensor from an index file.
-
-    Raises:
-        PrepError: The file is not a valid index, or a file name has another suffix or a folder.
-    """
+    """Read the file name of each tensor from an index file."""
     stat = stat_file(path)
     try:
         if stat.st_size > MAX_INDEX_NBYTES:

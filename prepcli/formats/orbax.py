@@ -248,11 +248,7 @@ def find_name_clash(paths: Iterable[TreePath]) -> tuple[str, str] | None:
 
 
 def read_item(folder: AnyPath) -> OrbaxItem:
-    """Read and check the metadata of an item.
-
-    Raises:
-        PrepError: The metadata is invalid, or the storage is not supported.
-    """
+    """Read and check the metadata of an item."""
     for part in folder.absolute().parts:
         if _UNFINISHED_MARK in part:
             what = f"{folder} is a checkpoint that Orbax did not finish"

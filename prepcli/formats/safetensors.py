@@ -177,9 +177,6 @@ def read_safetensors_folder(folder: AnyPath) -> ModelFiles:
     """Read the headers of a model's files, in the order of file names. Links are followed.
 
     The files and tensors are the ones in the index, else model.safetensors, else all *.safetensors.
-
-    Raises:
-        PrepError: The folder is unreadable, or a file or tensor of the index is missing.
     """
     names, weight_map = list_weight_files(folder, select_safetensors_files(list_folder(folder)))
     if weight_map is None:
@@ -198,11 +195,7 @@ def read_safetensors_folder(folder: AnyPath) -> ModelFiles:
 
 
 def read_adapter_files(folder: AnyPath) -> ModelFiles:
-    """Read the header of an adapter's tensors.
-
-    Raises:
-        PrepError: The file is missing or broken.
-    """
+    """Read the header of an adapter's tensors."""
     path = folder / ADAPTER_FILE
     if not path.is_file():
         hint = "PEFT's `save_pretrained` writes it; `adapter_model.bin` is not supported"

@@ -192,11 +192,7 @@ def load_sentencepiece(
 
 @contextmanager
 def library_errors(what: str, hint: str) -> Iterator[None]:
-    """Turn every error of a library in the block into a PrepError.
-
-    Raises:
-        PrepError: The block raised an error.
-    """
+    """Turn every error of a library in the block into a PrepError."""
     try:
         yield
     except PrepError:

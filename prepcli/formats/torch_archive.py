@@ -415,43 +415,47 @@ class TorchArchive:
         num_args = TENSOR_REBUILDERS.get(call.callee.qualified_name)
         if num_args is None or call.state is not None:
             raise ValueError(_NOT_BUILT)
-        if not num_args <= len(call.args) <= max(num_args, 6) + 1:
+        args = call.args
+        # At most one mapping of flags follows the other arguments.
+        all_flags = args[max(num_args, 6) :]
+        if len(args) < num_args or len(all_flags) > 1:
             raise ValueError(_NOT_BUILT)
-        storage = call.args[0]
+        storage = args[0]
         fields = storage.persistent_id if isinstance(storage, PersistentRef) else None
         if not isinstance(fields, tuple) or len(fields) not in (5, 6) or fields[0] != "storage":
             raise ValueError("it refers to an object that is not a storage")
-        _, storage_type, key, _, num_elements, *view = fields
+        storage_type = fields[1]
+        key = fields[2]
         # `uint8` for an untyped storage.
         dtype = None
         if isinstance(storage_type, PickledName):
             dtype = STORAGES.get(storage_type.qualified_name)
         if dtype is None or not isinstance(key, str):
             raise ValueError("it refers to a storage of an unknown type")
-        if view and view[0] is not None:
+        if len(fields) == 6 and fields[5] is not None:
             what = "it refers to a part of a storage"
             raise ValueError(f"{what} (a format of very old versions of PyTorch)")
-        storage_nbytes = _parse_count(num_elements) * itemsize(dtype)
+        storage_nbytes = _parse_count(fields[4]) * itemsize(dtype)
         if num_args == 7:
-            stored_dtype = call.args[6]
+            stored_dtype = args[6]
             if (
                 not isinstance(stored_dtype, PickledName)
                 or stored_dtype.qualified_name not in DTYPES
             ):
                 raise ValueError("its dtype is unknown")
             dtype = DTYPES[stored_dtype.qualified_name]
-        for flags in call.args[max(num_args, 6) :]:
+        for flags in all_flags:
             if not isinstance(flags, PickledMapping):
                 continue
             if len(flags.items) > MAX_FLAGS:
                 raise ValueError(_NOT_BUILT)
             if any(flag is not False for _, flag in flags.items):
                 raise ValueError("it is a conjugate or negative view, whose values are not stored")
-        first = _parse_count(call.args[1])
-        shape = parse_counts(call.args[2])
+        first = _parse_count(args[1])
+        shape = parse_counts(args[2])
         byte_strides = _byte_strides(
             shape,
-            parse_counts(call.args[3]),
+            parse_counts(args[3]),
             first=first,
             item_nbytes=itemsize(dtype),
             storage_nbytes=storage_nbytes,

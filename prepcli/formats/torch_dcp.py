@@ -176,11 +176,7 @@ def read_dcp_folder(folder: AnyPath) -> DcpFolder:
 
 
 def read_dcp_value(folder: DcpFolder, name: str) -> object:
-    """Return a value other than a tensor.
-
-    Raises:
-        PrepError: It is missing or damaged.
-    """
+    """Return a value other than a tensor."""
     if name not in folder.archives:
         with _damage_of(folder.path / METADATA_FILE):
             raise ValueError(f"it has no {quote_name(name)}")
@@ -487,11 +483,12 @@ def encode_metadata(entries: Iterable[DcpEntry]) -> bytes:
     ranges: list[bytes] = []
     for entry in entries:
         name = memo.refer(pickle_value(entry.name))
-        zeros = memo.refer(_pickle_size([0] * len(entry.shape)))
+        numbers = pickle_value((0,) * len(entry.shape))
+        zeros = memo.refer(pickle_call("torch Size", [numbers]))
         index = {"fqn": name, "index": b"N", "offset": b"N"}
         if entry.dtype:
             index = {"fqn": name, "index": pickle_value(0), "offset": zeros}
-            size = memo.refer(_pickle_size(entry.shape))
+            size = memo.refer(pickle_call("torch Size", [pickle_value(entry.shape)]))
             chunk = memo.instance("ChunkStorageMetadata", {"offsets": zeros, "sizes": size})
             layout = pickle_call("torch.serialization _get_layout", [pickle_value("torch.strided")])
             memory_format = pickle_call(f"{DCP_MODULE} _MEM_FORMAT_ENCODING", [pickle_value(0)])
@@ -526,10 +523,6 @@ def encode_metadata(entries: Iterable[DcpEntry]) -> bytes:
     }
     metadata = memo.instance("Metadata", fields)
     return PROTO + b"".join(memo.definitions) + metadata + b"."
-
-
-def _pickle_size(numbers: Iterable[int]) -> bytes:
-    return pickle_call("torch Size", [pickle_value(tuple(numbers))])
 
 
 class _Memo:

@@ -142,11 +142,7 @@ def read_torch_header(path: AnyPath, file_number: int) -> FileHeader:
 
 
 def read_torch_object(path: AnyPath) -> TorchObject:
-    """Read the object of a file, such as the state dict of an optimizer.
-
-    Raises:
-        PrepError: The file is unreadable, damaged, or of a format before PyTorch 1.6.
-    """
+    """Read the object of a file, such as the state dict of an optimizer."""
     stat = stat_file(path)
     with _file_errors(path), open_regular_file(path) as file:
         archive = _open_archive(path, file)
@@ -228,11 +224,7 @@ def select_torch_downloads(names: Sequence[str]) -> list[str]:
 
 
 def read_torch_folder(folder: AnyPath) -> ModelFiles:
-    """Read the headers of a model's files: the ones in the index, else pytorch_model.bin, else the only file.
-
-    Raises:
-        PrepError: The folder is unreadable, or a file or tensor of the index is missing.
-    """
+    """Read the headers of a model's files: the ones in the index, else pytorch_model.bin, else the only file."""
     names, weight_map = list_weight_files(folder, select_model_files(list_folder(folder)))
     if weight_map is None:
         if ADAPTER_FILE in names:

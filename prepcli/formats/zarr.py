@@ -199,11 +199,7 @@ class _UnsupportedError(ValueError):
 
 
 def parse_zarr_document(name: str, version: ZarrVersion, text: bytes) -> ZarrArray:
-    """Parse the metadata document of an array.
-
-    Raises:
-        PrepError: The document is invalid, or the array uses an unsupported feature.
-    """
+    """Parse the metadata document of an array."""
     try:
         document = parse_json(text)
         if not isinstance(document, dict):

@@ -406,11 +406,7 @@ def read_mapped_contents(
     tensor_map: TensorMap | None,
     layout: str | None = None,
 ) -> CheckpointContents:
-    """Return the contents of a checkpoint with the targets of a map or a layout as its tensors.
-
-    Raises:
-        PrepError: The checkpoint is broken, or the map or layout does not fit it.
-    """
+    """Return the contents of a checkpoint with the targets of a map or a layout as its tensors."""
     source = open_source(located, config_path, verbatim=None, tensor_map=tensor_map, layout=layout)
     # The names and shapes are those of a Hugging Face folder, in whatever format they are stored.
     located = replace(located, kind="safetensors")

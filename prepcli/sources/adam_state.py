@@ -365,11 +365,7 @@ def match_moment_trees(
     manifest: Manifest,
     layout: str,
 ) -> MomentTrees:
-    """Match the leaves of the moments with the layout of the parameters.
-
-    Raises:
-        PrepError: The item has no moments of AdamW, or they fit no layout.
-    """
+    """Match the leaves of the moments with the layout of the parameters."""
     what = f"{display_name} has no moments of AdamW"
     found_leaf = next(filter(None, map(FIRST_MOMENT_LEAF.match, leaves)), None)
     if found_leaf is None:

@@ -157,11 +157,7 @@ class Folder(Protocol):
         ...
 
     def open_headers(self) -> AnyPath | None:
-        """Return a folder with all weight files whose headers can be read, or None if there is none.
-
-        Raises:
-            PrepError: A file cannot be fetched.
-        """
+        """Return a folder with all weight files whose headers can be read, or None if there is none."""
         ...
 
 

@@ -292,11 +292,7 @@ def open_hub_folder(repo: HubRepo, access: Access) -> OpenFolder | HubFolder:
 
 
 def cached_model(repo: HubRepo, revision: str | None) -> Path:
-    """Return the cached snapshot of a model, without a request to the hub.
-
-    Raises:
-        PrepError: The cache does not have it.
-    """
+    """Return the cached snapshot of a model, without a request to the hub."""
     try:
         return cached_snapshot(repo.display_name, revision)
     except FileNotFoundError as error:

@@ -28,7 +28,7 @@ from prepcli.sources.references import CONFIG, KeptScales, SourceHints
 from prepcli.sources.side_files import check_patterns, unread_weights
 from prepcli.sources.source import Source, check_headers
 from prepcli.stores.files import list_folder
-from prepcli.stores.paths import SMALL_NBYTES, AnyPath, StorePath, fetch_copies, is_remote
+from prepcli.stores.paths import SMALL_NBYTES, StorePath, fetch_copies, is_remote
 
 # A note names at most this many tensors that the index does not name.
 MAX_UNINDEXED_NAMES = 5
@@ -96,7 +96,7 @@ def open_source(
         if training_state or source.manifest is not None:
             source = _with_training_state(source, located, is_requested=training_state)
         if source.manifest is not None:
-            check_headers(_folder(source), source.manifest, source.file_stamps)
+            check_headers(source.folder, source.manifest, source.file_stamps)
         source = _with_listed_files(source, located.files)
         if export_map is None and hints.verbatim:
             source = _with_model_digests(source, located, config_path)
@@ -115,11 +115,6 @@ def open_source(
         if verbatim is False and source.family.is_verbatim:
             raise verbatim_error(located.display_name)
         return source
-
-
-def _folder(source: Source) -> AnyPath:
-    """Return the folder of a source that is a folder or a file."""
-    return source.root if source.root.is_dir() else source.root.parent
 
 
 def _with_model_digests(

@@ -83,7 +83,7 @@ def find_source(source: RecordedSource, output: AnyPath, search: Sequence[Path])
     recorded = source.origin.get("manifest")
     first: str | None = None
     for path in _candidates(source.name, output, search):
-        if recorded is None or _manifest_digest(path) == recorded:
+        if recorded is None or _read_manifest(path).digest == recorded:
             return str(path)
         first = first or str(path)
     if recorded is not None:
@@ -94,7 +94,7 @@ def find_source(source: RecordedSource, output: AnyPath, search: Sequence[Path])
                     folders.clear()
                 if MANIFEST_FILE in files:
                     path = Path(parent)
-                    if _manifest_digest(path) == recorded:
+                    if _read_manifest(path).digest == recorded:
                         return str(path)
     return first
 
@@ -148,11 +148,6 @@ def _candidates(name: str, output: AnyPath, search: Sequence[Path]) -> Iterator[
             yield place
 
 
-def _manifest_digest(path: Path) -> str | None:
-    """Return the digest of the manifest of a checkpoint. None without a manifest, or if it is damaged."""
-    return _read_manifest(path).digest
-
-
 def _read_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint. NO_MANIFEST without one, or if it is damaged."""
     folder = path.parent if path.is_file() else find_manifest_folder(path)
@@ -171,7 +166,8 @@ def make_lock(
     progress: Progress,
 ) -> Lock:
     """Return the lock of a source."""
-    paths = {**settings_files(source), **_weight_files(source)}
+    weights = {_name_in_checkpoint(source, path): path for path in source.files}
+    paths = {**settings_files(source), **weights}
     sizes = {name: stat_file(path).st_size for name, path in paths.items()}
     published = _published_digests(source)
     files: dict[str, LockedFile] = {}
@@ -272,7 +268,7 @@ def _with_digests(
 def _file_differences(source: Source, lock: Lock, *, hashes_weights: bool) -> Iterator[str]:
     """Yield a text for each file with another size or digest, and for each missing or additional file."""
     settings = settings_files(source)
-    weights = _weight_files(source)
+    weights = {_name_in_checkpoint(source, path): path for path in source.files}
     paths = {**settings, **weights}
     sizes = {name: stat_file(path).st_size for name, path in paths.items()}
     published = _published_digests(source)
@@ -306,17 +302,12 @@ def settings_files(source: Source) -> dict[str, AnyPath]:
     """Return the config, the tokenizer and the other small files of a source, by name in the lock."""
     paths = [file.path for file in source.small_files]
     # A decoded or a truncated model has another config than its file, which the lock covers all the same.
-    config_path = source.config_path or _source_folder(source) / CONFIG
+    config_path = source.config_path or source.folder / CONFIG
     if config_path.is_file():
         paths.append(config_path)
     if source.manifest is not None:
-        paths.append(_source_folder(source) / MANIFEST_FILE)
+        paths.append(source.folder / MANIFEST_FILE)
     return {_name_in_checkpoint(source, path): path for path in paths}
-
-
-def _weight_files(source: Source) -> dict[str, AnyPath]:
-    """Return the files of the tensors, by name in the lock."""
-    return {_name_in_checkpoint(source, path): path for path in source.files}
 
 
 def _published_digests(source: Source) -> dict[str, str | None]:
@@ -333,12 +324,7 @@ def _published_digests(source: Source) -> dict[str, str | None]:
     return digests
 
 
-def _source_folder(source: Source) -> AnyPath:
-    """Return the folder of a source. A single file is in the folder of its manifest."""
-    return source.root if source.root.is_dir() else source.root.parent
-
-
 def _name_in_checkpoint(source: Source, path: AnyPath) -> str:
     """Return the path of a file within its checkpoint, or its name if it is elsewhere, e.g. a config of the user."""
-    inside = path_in_folder(path, _source_folder(source))
+    inside = path_in_folder(path, source.folder)
     return path.name if inside is None else inside.as_posix()

@@ -245,6 +245,11 @@ class Source:
         return self.blobs or self.files
 
     @property
+    def folder(self) -> AnyPath:
+        """Folder of the files. A single file is in the folder of its manifest."""
+        return self.root if self.root.is_dir() else self.root.parent
+
+    @property
     def all_tensors(self) -> tuple[SourceTensor, ...]:
         """Parameters and towers (vision or audio parts) in the order of the files, then the rest of a checkpoint."""
         if not self.tower_tensors:

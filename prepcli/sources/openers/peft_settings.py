@@ -159,11 +159,7 @@ class PeftSettings(BaseModel):
 
 
 def read_settings(folder: AnyPath) -> PeftSettings:
-    """Read the settings of an adapter.
-
-    Raises:
-        PrepError: They are missing or invalid, or need an unsupported feature.
-    """
+    """Read the settings of an adapter."""
     path = folder / ADAPTER_CONFIG
     if not is_adapter(folder):
         raise PrepError(
@@ -213,9 +209,6 @@ def read_adapter_family(
 
     Returns:
         The family of the adapter's tensors, with the prefix of the class that was trained, and the settings.
-
-    Raises:
-        PrepError: The adapter is invalid, or belongs to another model.
     """
     settings = read_settings(path)
     header, _ = read_checked_header(path)
@@ -301,11 +294,7 @@ def check_tying(path: AnyPath, settings: PeftSettings) -> None:
 
 
 def check_settings(folder: AnyPath, settings: PeftSettings, tensors: Iterable[Array]) -> None:
-    """Compare the settings of an adapter with its tensors, as PEFT does when it loads them.
-
-    Raises:
-        PrepError: The rank differs, or the settings do not select a module with tensors.
-    """
+    """Compare the settings of an adapter with its tensors, as PEFT does when it loads them."""
     path = folder / ADAPTER_CONFIG
     tensors = list(tensors)
     modules = [tensor.name.rpartition(".")[0] for tensor in tensors]

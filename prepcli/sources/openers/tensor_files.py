@@ -82,11 +82,7 @@ MAX_SHARING_TENSORS = 64
 
 
 def read_folder(located: LocatedCheckpoint, hints: SourceHints) -> Source:
-    """Read the headers and the config of a folder. Of PyTorch files, no pickled code is run.
-
-    Raises:
-        PrepError: A file is broken or not supported.
-    """
+    """Read the headers and the config of a folder. Of PyTorch files, no pickled code is run."""
     path = located.files.path
     row = FORMATS[located.kind]
     assert row.read_files is not None
@@ -489,9 +485,6 @@ def read_checked_header(path: AnyPath) -> tuple[FileHeader, Manifest | None]:
 
     Returns:
         The header, and the manifest. None if PEFT wrote the adapter.
-
-    Raises:
-        PrepError: A file is missing or broken, or the header differs from the manifest.
     """
     (header,) = read_adapter_files(path).headers
     manifest = read_manifest(path)
@@ -526,9 +519,6 @@ def open_adapter(path: AnyPath, family: Family, config: HFConfig) -> Source:
 
     Returns:
         A source with the tensors of the adapter. They are not compared with the family's parameters.
-
-    Raises:
-        PrepError: A file is missing or broken, or the header differs from the manifest.
     """
     header, manifest = read_checked_header(path)
     names = TensorNames(family)
