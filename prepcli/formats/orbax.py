@@ -162,9 +162,7 @@ def item_metadata_file(folder: AnyPath) -> str | None:
 def find_item(path: PathT, names: Sequence[str] | None = None) -> PathT | None:
     """Return the item that `path` is or holds: the item of a step folder, or of a run folder's last step.
 
-    Args:
-        path: Folder of an item, a step or a run.
-        names: The names in it, if they were listed before.
+    `names` are those in the folder, if they were listed before.
     """
     item, children = _search_step(path, names)
     if item is not None:

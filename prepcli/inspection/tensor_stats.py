@@ -95,11 +95,7 @@ def compute_stats(
 ) -> TensorStats | None:
     """Compute the statistics of an entry from all its values.
 
-    Args:
-        entry: The tensor.
-        files: Reader of its files.
-        on_read: Called with the number of bytes after each read.
-        is_remote: Whether the files are on a server. Few large reads are faster there.
+    `on_read` is called with the number of bytes after each read. Few large reads are faster on a server.
 
     Returns:
         The statistics, or None for packed dtypes smaller than a byte.

@@ -253,12 +253,7 @@ def run_jobs(
 ) -> list[BaseException]:
     """Run jobs in threads until there are none left. After an error the remaining jobs are dropped.
 
-    Args:
-        jobs: The jobs.
-        run: Runs a job with a buffer.
-        buffers: Buffers for the threads.
-        num_threads: Number of threads.
-        is_stopped: Whether the remaining jobs are dropped. Asked before each job.
+    `is_stopped` is asked before each job.
 
     Returns:
         The exceptions of signals, and then the exceptions of the jobs. Stopped jobs are an exception too.

@@ -160,12 +160,7 @@ def check_after_reading(
 ) -> None:
     """Compare streams with the recorded digests after they were read, e.g. before a comparison calls them equal.
 
-    Args:
-        source: The checkpoint.
-        streams: Streams of its tensors.
-        digests: Digest of the bytes of each stream.
-        memory_nbytes: Memory limit.
-        progress: Receives the bytes of tensors that are read once more. See `check_before_reading`.
+    See `check_before_reading` for the progress.
     """
     recorded = RecordedDigests(source)
     for stream, digest in zip(streams, digests):

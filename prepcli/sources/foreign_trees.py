@@ -232,11 +232,7 @@ def iter_tensors(
 ) -> Iterator[SourceTensor]:
     """Yield each tensor once, with all of its locations in the leaves.
 
-    Args:
-        leaves: Leaves of the tree, by dotted name.
-        leaf_tensors: Pairs of leaf and tensor. A tensor in several leaves occurs several times.
-        records: The manifest's records of tensors, by name.
-        names: Naming scheme of the tensors in `records`.
+    A tensor in several leaves occurs several times in `leaf_tensors`. `names` is the naming scheme of the `records`.
     """
     tensors: dict[str, SourceTensor] = {}
     # One tensor may be stored in several leaves, e.g. the fused `c_attn` of GPT-2 in q, k and v. Each

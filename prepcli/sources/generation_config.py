@@ -61,10 +61,7 @@ def generation_defaults(
 
     Ids outside of the vocabulary are dropped, e.g. [2, 99] -> (2,) in a vocabulary of 8 tokens.
 
-    Args:
-        config: The model's config.json. It has the fields if there is no generation_config.json, as in transformers.
-        generation_config: Its generation_config.json. None if it has none.
-        vocab: Vocabulary size.
+    Without a generation_config.json, the config has the fields, as in transformers.
     """
     name = "config.json"
     values: Mapping[str, JsonValue] = config

@@ -98,9 +98,7 @@ def split_towers(source: Source, drop: Sequence[str] = ()) -> Source:
 
     The other tensors are those outside of the text part of a multimodal model, and those of multi-token prediction.
 
-    Args:
-        source: A source with the names of transformers. Without such tensors, it is returned unchanged.
-        drop: Patterns of tensors that may lie among those of the text part.
+    A source without the names of transformers is returned unchanged.
     """
     if source.family.is_verbatim:
         # The names of a verbatim output have the prefix. So have those of a model with a text part only with `drop`.
@@ -335,9 +333,7 @@ def find_config_path(hints: SourceHints, folder: AnyPath, display_name: str) -> 
 def as_verbatim(source: Source, dtype: str | None = None) -> Source:
     """Return a source with the verbatim family of its tensors.
 
-    Args:
-        source: A source of any family.
-        dtype: Requested dtype of the output. Tensors of two dtypes then form one leaf if both are cast to it.
+    Tensors of two dtypes form one leaf if both are cast to `dtype`, the requested one of the output.
     """
     types: dict[str, tuple[str, tuple[int, ...]]] = {}
     tensors: list[SourceTensor] = []

@@ -158,10 +158,7 @@ def find_side_files(
 ) -> SideFiles:
     """List the files of a model except config, weights and the record of a training.
 
-    Args:
-        folder: Folder of the model.
-        patterns: Name patterns (`--copy`) of files to copy in any case.
-        names: The names in the folder, if they were listed before.
+    `patterns` (`--copy`) select files in any case. `names` are those in the folder, if they were listed before.
     """
     if not folder.is_dir():
         return NO_SIDE_FILES

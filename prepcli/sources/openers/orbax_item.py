@@ -312,9 +312,7 @@ def stored_leaves(
 ) -> tuple[tuple[AnyPath | Blob, ...], dict[str, Array]]:
     """Return what the bytes of an item are read from, and its leaves.
 
-    Args:
-        item: The item.
-        scales: Scales to take off, by the name of the leaf.
+    `scales` are taken off the values of leaves, by name.
 
     Returns:
         Byte sources: the data files, then one `DerivedArrays` per encoded array. The placement of a leaf states the

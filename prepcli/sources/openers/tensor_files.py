@@ -179,9 +179,7 @@ def assign_blobs(
 
     Tied tensors share bytes of a file. The file is then opened several times, and each of them has another blob.
 
-    Args:
-        tensors: Tensors in (file, offset) order.
-        files: Files of the checkpoint, by file number.
+    The tensors are in the order of files and offsets.
 
     Returns:
         The blob number of each tensor, and the file of each blob. The first blob of each file has its number.
