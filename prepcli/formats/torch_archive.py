@@ -412,10 +412,10 @@ class TorchArchive:
     def find_tensor(self, value: object, name: str = "", file: int = 0) -> Array:
         """Return a tensor of the pickle. Raise ValueError if it is invalid."""
         call = _unwrap_parameter(value)
+        args = call.args
         num_args = TENSOR_REBUILDERS.get(call.callee.qualified_name)
         if num_args is None or call.state is not None:
             raise ValueError(_NOT_BUILT)
-        args = call.args
         # At most one mapping of flags follows the other arguments.
         all_flags = args[max(num_args, 6) :]
         if len(args) < num_args or len(all_flags) > 1:
