@@ -30,8 +30,7 @@ from pathlib import Path
 from bench.bucket_outputs import FileWatch, empty_folder, run_module
 from bench.meter import anonymous_nbytes
 from prepcli.core.tables import format_table
-from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.run_steps import RECIPE_FILE
+from prepcli.formats.manifest import MANIFEST_FILE, RECIPE_FILE
 from tests.helpers.fork_server import ForkedProcess, start_prep
 from tests.helpers.object_server import OTHER_FAULTS, WRITE_FAULTS, FakeObjectStore, serve_objects
 from tests.helpers.processes import start_processes

@@ -30,7 +30,7 @@ from prepcli.commands.cli.main import main as prep
 from prepcli.commands.demo.tiny_model import VOCABULARY, write_tiny_model
 from prepcli.core.tables import format_table
 from prepcli.execution.folder_store import is_locked
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from tests.helpers.adapters import make_adapter
 
 INIT_COMMAND = ("save-init", "./model", "--pad-vocab", "8")

@@ -62,8 +62,7 @@ def load_with_prep(options: argparse.Namespace) -> tuple[Any, int, int]:
     """Load the parameters in float32, and return them and the bytes read by loading and by opening."""
     from jax.experimental import multihost_utils
 
-    from prepcli.sources.folders import Access
-    from prepcli.sources.locate import locate
+    from prepcli.sources.locate import Access, locate
     from prepcli.sources.opening import open_source
     from trainer.run.params import open_model
     from trainer.training.leaf_loading import LeafLoader

@@ -33,7 +33,7 @@ NORM = "norm"
 PREP_MODULES = (
     "prepcli.commands.operations.params",
     "trainer.run.params",
-    "prepcli.sources.openers.hf_folder",
+    "prepcli.sources.openers.tensor_files",
     "prepcli.models.families.llama",
     "trainer.training.loading",
     "trainer.nn.model_spec",

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from prepcli.commands.operations.report import PAGE
-from prepcli.formats.run_steps import RECIPE_FILE
+from prepcli.formats.manifest import RECIPE_FILE
 from trainer.training.metrics import METRICS_FILE
 
 EVAL_EVERY = 100

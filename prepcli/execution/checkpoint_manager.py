@@ -26,11 +26,14 @@ from prepcli.execution.training_storage import MEMORY_NBYTES, RunStorage, StepSa
 from prepcli.formats.manifest import (
     NO_MANIFEST,
     STATE_ITEM,
+    ScoreGroup,
+    StepScore,
+    best_steps,
     check_files,
     find_manifest_folder,
+    manifest_score,
     read_manifest,
 )
-from prepcli.formats.run_steps import ScoreGroup, StepScore, best_steps, manifest_score
 from prepcli.models.chunk_shapes import MIN_SPLIT_NBYTES
 from prepcli.planning.manifest_fields import PREP_KEYS, Manifest
 from prepcli.planning.plan import Plan, SmallFile
@@ -367,7 +370,7 @@ class StepScores:
     scores: dict[int, StepScore] = field(default_factory=dict)
 
     def best_steps(self, steps: Sequence[int]) -> dict[ScoreGroup, int]:
-        """Return the best step of each group. See `run_steps.best_steps`."""
+        """Return the best step of each group. See `manifest.best_steps`."""
         for step in steps:
             # A saved step is never overwritten, so a value that was read once stays valid.
             if step not in self.scores:

@@ -38,13 +38,18 @@ from prepcli.execution.training_storage import (
     step_reader,
     write_step,
 )
-from prepcli.formats.manifest import MANIFEST_FILE, RECREATE_HINT, encode_manifest
-from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
+    RECIPE_FILE,
+    RECREATE_HINT,
+    encode_manifest,
+    listed_step,
+    listed_steps,
+)
 from prepcli.planning.object_files import LeafGroup, ProcessFiles, plan_process_files
 from prepcli.planning.plan import OutputLeaf, Plan
 from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.sources.folders import Access
-from prepcli.sources.locate import locate
+from prepcli.sources.locate import Access, locate
 from prepcli.sources.opening import open_source
 from prepcli.stores.addresses import ObjectStoreUrl
 from prepcli.stores.bucket_lock import BucketLock

@@ -36,8 +36,7 @@ from prepcli.execution.training_storage import (
     joint_work,
     write_step,
 )
-from prepcli.formats.manifest import RECREATE_HINT
-from prepcli.formats.run_steps import RECIPE_FILE, saved_steps, step_folder
+from prepcli.formats.manifest import RECIPE_FILE, RECREATE_HINT, saved_steps, step_folder
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.stores.files import fsync_path, io_error, remove_path
 

@@ -160,13 +160,55 @@ def read_token_list(path: Path) -> tuple[AddedToken, ...]:
         data = read_file_or_pipe(path)
     except OSError as error:
         raise unreadable_error(path, error) from error
+    tokens: list[AddedToken] = []
     if path.suffix == ".json":
-        tokens = _json_tokens(path, data)
+        try:
+            document = load_json(data)
+        except ValueError as error:
+            raise _list_error(path, f"it is not JSON: {error}") from None
+        if not isinstance(document, list):
+            raise _list_error(path, "it is not a JSON list")
+        items: list[JsonValue] = document
+        for number, item in enumerate(items, 1):
+            if isinstance(item, str):
+                tokens.append(make_token(item))
+                continue
+            if not isinstance(item, dict) or not isinstance(item.get("content"), str):
+                why = f"item {number} is neither a string nor an object with `content`"
+                raise _list_error(path, why)
+            flags: JsonObject = {key: value for key, value in item.items() if key != "content"}
+            for key, value in flags.items():
+                if key not in FLAGS:
+                    why = f"item {number} has the unknown key {key!r:.60}"
+                    raise _list_error(path, why, f"supported keys: content, {', '.join(FLAGS)}")
+                if not isinstance(value, bool):
+                    why = f"`{key}` of item {number} is {value!r:.60}, not true or false"
+                    raise _list_error(path, why)
+            tokens.append(make_token(cast(str, item["content"]), flags))
     else:
-        tokens = [make_token(line) for line in _lines(path, data)]
+        try:
+            # Some editors write a byte order mark.
+            lines = data.removeprefix(codecs.BOM_UTF8).decode().split("\n")
+        except UnicodeDecodeError as error:
+            line = data.count(b"\n", 0, error.start) + 1
+            raise _list_error(path, f"line {line} is not UTF-8") from None
+        if lines[-1] == "":
+            lines.pop()
+        lines = [line.removesuffix("\r") for line in lines]
+        tokens = [make_token(line) for line in lines]
     if not tokens:
         raise _list_error(path, "it has no token")
-    _check_texts(path, [token["content"] for token in tokens])
+    contents = [token["content"] for token in tokens]
+    empty = [str(number) for number, content in enumerate(contents, 1) if not content]
+    if empty:
+        raise _list_error(path, f"empty tokens: number {join_names(empty)} of the list")
+    counts = Counter(contents)
+    doubled = [repr(content) for content, count in counts.items() if count > 1]
+    if doubled:
+        raise _list_error(path, f"it has tokens twice: {join_names(doubled)}")
+    if overlaps := overlapping_texts(contents, contents):
+        why = f"tokens overlap: {join_names(overlaps)}, so a text with the longer one has two tokenizations"
+        raise _list_error(path, why, "remove one token of each pair")
     return tuple(tokens)
 
 
@@ -212,58 +254,6 @@ def _contained_pairs(texts: Iterable[str], parts: Collection[str]) -> Iterator[t
                     yield content, part
 
 
-def _lines(path: AnyPath, data: bytes) -> list[str]:
-    try:
-        # Some editors write a byte order mark.
-        lines = data.removeprefix(codecs.BOM_UTF8).decode().split("\n")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise _list_error(path, f"line {line} is not UTF-8") from None
-    if lines[-1] == "":
-        lines.pop()
-    return [line.removesuffix("\r") for line in lines]
-
-
-def _json_tokens(path: AnyPath, data: bytes) -> list[AddedToken]:
-    try:
-        document = load_json(data)
-    except ValueError as error:
-        raise _list_error(path, f"it is not JSON: {error}") from None
-    if not isinstance(document, list):
-        raise _list_error(path, "it is not a JSON list")
-    items: list[JsonValue] = document
-    return [_json_token(path, number, item) for number, item in enumerate(items, 1)]
-
-
-def _json_token(path: AnyPath, number: int, item: JsonValue) -> AddedToken:
-    if isinstance(item, str):
-        return make_token(item)
-    if not isinstance(item, dict) or not isinstance(item.get("content"), str):
-        raise _list_error(path, f"item {number} is neither a string nor an object with `content`")
-    flags: JsonObject = {key: value for key, value in item.items() if key != "content"}
-    for key, value in flags.items():
-        if key not in FLAGS:
-            why = f"item {number} has the unknown key {key!r:.60}"
-            raise _list_error(path, why, f"supported keys: content, {', '.join(FLAGS)}")
-        if not isinstance(value, bool):
-            raise _list_error(path, f"`{key}` of item {number} is {value!r:.60}, not true or false")
-    return make_token(cast(str, item["content"]), flags)
-
-
-def _check_texts(path: AnyPath, contents: list[str]) -> None:
-    """Raise UsageError for empty, doubled and overlapping tokens."""
-    empty = [str(number) for number, content in enumerate(contents, 1) if not content]
-    if empty:
-        raise _list_error(path, f"empty tokens: number {join_names(empty)} of the list")
-    counts = Counter(contents)
-    doubled = [repr(content) for content, count in counts.items() if count > 1]
-    if doubled:
-        raise _list_error(path, f"it has tokens twice: {join_names(doubled)}")
-    if overlaps := overlapping_texts(contents, contents):
-        why = f"tokens overlap: {join_names(overlaps)}, so a text with the longer one has two tokenizations"
-        raise _list_error(path, why, "remove one token of each pair")
-
-
 def _list_error(path: AnyPath, why: str, hint: str = LIST_HINT) -> UsageError:
     return usage_error(text("{} is invalid", Option("tokens", str(path))), why, hint)
 
@@ -301,7 +291,12 @@ def insert_members(
             f"{'.'.join(keys)} is not {'an object' if isinstance(members, dict) else 'a list'}"
         )
     if isinstance(members, dict):
-        _check_new_keys(".".join(keys) or "the object", json.loads(text[start:stop]), members)
+        # Readers of JSON disagree about doubled keys.
+        old: JsonObject = json.loads(text[start:stop])
+        doubled = [key for key in members if key in old]
+        if doubled:
+            name = ".".join(keys) or "the object"
+            raise ValueError(f"{name} has {doubled[0]!r:.60} already")
     body = text[start + 1 : stop - 1]
     last_stop = start + 1 + len(body.rstrip(_SPACE))
     is_empty = last_stop == start + 1
@@ -310,19 +305,19 @@ def insert_members(
     separator = ""
     if "\n" in closing_space:
         separator = "\n" + closing_space.rpartition("\n")[2] + "  "
-    inserted = ("," + separator).join(_member_texts(members, separator))
+    if not isinstance(members, dict):
+        texts = [_value_text(value, separator) for value in members]
+    else:
+        colon = ": " if separator else ":"
+        texts: list[str] = []
+        for key, value in members.items():
+            texts.append(_value_text(key, separator) + colon + _value_text(value, separator))
+    inserted = ("," + separator).join(texts)
     inserted = ("" if is_empty else ",") + separator + inserted
     offset = len(text[:last_stop].encode())
     insertion = inserted.encode()
     new_data = data[:offset] + insertion + data[offset:]
     return new_data, (offset, offset + len(insertion))
-
-
-def _check_new_keys(name: str, old: JsonObject, new: JsonObject) -> None:
-    """Raise ValueError for a key in both objects: readers of JSON disagree about doubled keys."""
-    for key in new:
-        if key in old:
-            raise ValueError(f"{name} has {key!r:.60} already")
 
 
 def remove_insertion(data: bytes, insertion: Range) -> bytes:
@@ -371,17 +366,6 @@ def _skip_space(text: str, position: int) -> int:
     while text[position] in _SPACE:
         position += 1
     return position
-
-
-def _member_texts(members: JsonObject | list[JsonValue], separator: str) -> list[str]:
-    """Return the JSON text of each member. Without a separator, it has no spaces."""
-    if not isinstance(members, dict):
-        return [_value_text(value, separator) for value in members]
-    colon = ": " if separator else ":"
-    texts: list[str] = []
-    for key, value in members.items():
-        texts.append(_value_text(key, separator) + colon + _value_text(value, separator))
-    return texts
 
 
 def _value_text(value: JsonValue, separator: str) -> str:

@@ -78,21 +78,20 @@ def read_checksums(
 ) -> BlockChecksums | None:
     """Read the block checksums of an Orbax item.
 
-    Args:
-        folder: Folder of the item.
-        manifest: Manifest of the item.
-        arrays: Arrays of the item.
-
     Returns:
         The checksums. None if the manifest records no checksum file.
-
-    Raises:
-        PrepError: The file is missing, differs from its digest, or has an unsupported format.
     """
     data = read_checksum_bytes(folder, manifest)
     if data is None:
         return None
-    leaves = _numbered_blocks_by_leaf(folder, manifest, arrays)
+    metas = {meta.name: meta for meta in arrays}
+    if manifest.leaves is None or manifest.leaves.keys() != metas.keys():
+        why = "its manifest lists other leaves than it holds"
+        raise DamagedError(f"{folder} is damaged", why, GET_AGAIN_HINT)
+    leaves = assign_block_numbers(
+        (name, metas[name].shape, metas[name].chunk_shape, metas[name].dtype)
+        for name in manifest.leaves
+    )
     expected_nbytes = np.dtype(CHECKSUM_DTYPE).itemsize * max(
         (blocks.stop_number for blocks in leaves.values()), default=0
     )
@@ -133,17 +132,3 @@ def read_checksum_bytes(folder: AnyPath, manifest: Manifest) -> bytes | None:
             REBUILD_HINT,
         )
     return data
-
-
-def _numbered_blocks_by_leaf(
-    folder: AnyPath, manifest: Manifest, arrays: Sequence[Array]
-) -> dict[str, LeafBlocks]:
-    """Return the numbered blocks of each array, in the order of the manifest's leaves."""
-    metas = {meta.name: meta for meta in arrays}
-    if manifest.leaves is None or manifest.leaves.keys() != metas.keys():
-        why = "its manifest lists other leaves than it holds"
-        raise DamagedError(f"{folder} is damaged", why, GET_AGAIN_HINT)
-    return assign_block_numbers(
-        (name, metas[name].shape, metas[name].chunk_shape, metas[name].dtype)
-        for name in manifest.leaves
-    )

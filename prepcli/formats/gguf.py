@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
@@ -215,7 +215,15 @@ def read_gguf_header(path: AnyPath) -> GgufHeader:
         raise DamagedError(
             f"{path.name} has a broken header", str(error), damage_hint(path, error)
         ) from error
-    _check_size(path, file_stat.st_size, tensors, cursor.offset)
+    end = cursor.offset
+    if tensors:
+        end = tensors[-1].offset + tensors[-1].nbytes
+    # The last tensor is padded too, to at most MAX_ALIGNMENT.
+    if not end <= file_stat.st_size < end + MAX_ALIGNMENT:
+        why = f"its tensors end at byte {end:,}, the file has {file_stat.st_size:,}"
+        if file_stat.st_size > end:
+            raise DamagedError(f"{path.name} is too long", why, GET_AGAIN_HINT)
+        raise DamagedError(f"{path.name} is cut short", why, download_again_hint(path))
     digest = xxhash.xxh3_128_hexdigest(cursor.header)
     return GgufHeader(
         path.name, file_stat.st_size, file_stat.st_mtime_ns, digest, metadata, tensors
@@ -342,25 +350,21 @@ def _read_value(cursor: _Cursor) -> GgufValue:
     if value_type == STRING_TYPE:
         return cursor.string(MAX_STRING_NBYTES)
     if value_type == ARRAY_TYPE:
-        return _read_array(cursor)
+        item_type = cursor.number("<I")
+        count = cursor.number("<Q")
+        if count > MAX_ARRAY_ITEMS:
+            raise ValueError(f"an array has {count:,} items, the limit is {MAX_ARRAY_ITEMS:,}")
+        start = cursor.offset
+        if item_type == STRING_TYPE:
+            cursor.skip_strings(count)
+        elif item_type in NUMBER_FORMATS:
+            cursor.skip(count * struct.calcsize(NUMBER_FORMATS[item_type]))
+        elif item_type == BOOL_TYPE:
+            cursor.skip(count)
+        else:
+            raise ValueError(f"an array of type {item_type:,} is not supported")
+        return GgufArray(item_type, count, bytes(cursor.header[start:]))
     raise ValueError(f"unknown type {value_type:,}")
-
-
-def _read_array(cursor: _Cursor) -> GgufArray:
-    item_type = cursor.number("<I")
-    count = cursor.number("<Q")
-    if count > MAX_ARRAY_ITEMS:
-        raise ValueError(f"an array has {count:,} items, the limit is {MAX_ARRAY_ITEMS:,}")
-    start = cursor.offset
-    if item_type == STRING_TYPE:
-        cursor.skip_strings(count)
-    elif item_type in NUMBER_FORMATS:
-        cursor.skip(count * struct.calcsize(NUMBER_FORMATS[item_type]))
-    elif item_type == BOOL_TYPE:
-        cursor.skip(count)
-    else:
-        raise ValueError(f"an array of type {item_type:,} is not supported")
-    return GgufArray(item_type, count, bytes(cursor.header[start:]))
 
 
 def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> tuple[GgufTensor, ...]:
@@ -374,7 +378,25 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> tuple[GgufTens
             raise ValueError(f"it has the tensor {quote_name(name)} twice")
         names.add(name)
         try:
-            tensor = _read_tensor(cursor, name)
+            num_dims = cursor.number("<I")
+            if num_dims > MAX_DIMS:
+                raise ValueError(f"it has {num_dims:,} dims, the limit is {MAX_DIMS}")
+            dims = [cursor.number("<Q") for _ in range(num_dims)]
+            type_number = cursor.number("<I")
+            offset = cursor.number("<Q")
+            if type_number not in GGML_TYPES:
+                raise ValueError(f"unknown type {type_number:,}")
+            ggml_type = GGML_TYPES[type_number]
+            # A product next to a 0 would hide an overflow.
+            if math.prod(size or 1 for size in dims) * ggml_type.nbytes >= 1 << 62:
+                raise ValueError(f"its shape {dims[::-1]} has too many values")
+            row_values = dims[0] if dims else 1
+            if row_values % ggml_type.values:
+                raise ValueError(
+                    f"rows of {row_values:,} values are not blocks of {ggml_type.values} of type {ggml_type.name}"
+                )
+            nbytes = math.prod(dims) // ggml_type.values * ggml_type.nbytes
+            tensor = GgufTensor(name, ggml_type, tuple(dims[::-1]), offset, nbytes)
             # Tensors follow each other, as ggml requires.
             expected = -(-end // alignment) * alignment
             if tensor.offset != expected:
@@ -390,40 +412,3 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> tuple[GgufTens
     cursor.skip(padding)
     data_start = cursor.offset
     return tuple(replace(tensor, offset=data_start + tensor.offset) for tensor in tensors)
-
-
-def _read_tensor(cursor: _Cursor, name: str) -> GgufTensor:
-    """Return the next tensor, with its offset from the start of the data."""
-    num_dims = cursor.number("<I")
-    if num_dims > MAX_DIMS:
-        raise ValueError(f"it has {num_dims:,} dims, the limit is {MAX_DIMS}")
-    dims = [cursor.number("<Q") for _ in range(num_dims)]
-    type_number = cursor.number("<I")
-    offset = cursor.number("<Q")
-    if type_number not in GGML_TYPES:
-        raise ValueError(f"unknown type {type_number:,}")
-    ggml_type = GGML_TYPES[type_number]
-    # A product next to a 0 would hide an overflow.
-    if math.prod(size or 1 for size in dims) * ggml_type.nbytes >= 1 << 62:
-        raise ValueError(f"its shape {dims[::-1]} has too many values")
-    row_values = dims[0] if dims else 1
-    if row_values % ggml_type.values:
-        raise ValueError(
-            f"rows of {row_values:,} values are not blocks of {ggml_type.values} of type {ggml_type.name}"
-        )
-    nbytes = math.prod(dims) // ggml_type.values * ggml_type.nbytes
-    return GgufTensor(name, ggml_type, tuple(dims[::-1]), offset, nbytes)
-
-
-def _check_size(path: AnyPath, size: int, tensors: Sequence[GgufTensor], data_start: int) -> None:
-    """Raise DamagedError if a file ends before its last tensor, or long after it."""
-    end = data_start
-    if tensors:
-        end = tensors[-1].offset + tensors[-1].nbytes
-    # The last tensor is padded too, to at most MAX_ALIGNMENT.
-    if end <= size < end + MAX_ALIGNMENT:
-        return
-    why = f"its tensors end at byte {end:,}, the file has {size:,}"
-    if size > end:
-        raise DamagedError(f"{path.name} is too long", why, GET_AGAIN_HINT)
-    raise DamagedError(f"{path.name} is cut short", why, download_again_hint(path))

@@ -6,15 +6,21 @@ other libraries do not say: how leaves map to tensors, and which bytes each of t
 `files: {path: {bytes, xxh3}}` lists every file without tensors: settings, tokenizers, and the index of an Orbax item.
 Safetensors and msgpack files are listed too. The digests of the tensors cover their payload, so their entries have
 `header`, the digest of the remaining bytes, instead of `xxh3`.
+
+The steps of a training run are folders named by their number. A step is saved once it has a manifest: folders of an
+object store are only prefixes of names.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import xxhash
 
@@ -83,12 +89,7 @@ RECREATE_HINT = "create the checkpoint again, or use an earlier one"
 
 
 def origin_record(manifest: Manifest | None, commit: str | None) -> OriginRecord:
-    """Return the identity of a checkpoint. Empty if it has neither a manifest with a digest nor a commit.
-
-    Args:
-        manifest: Manifest of the checkpoint, if prep wrote it.
-        commit: Commit of the checkpoint on the hub.
-    """
+    """Return the identity of a checkpoint. Empty if it has neither a manifest with a digest nor a commit."""
     record: OriginRecord = {}
     if commit is not None:
         record["commit"] = commit
@@ -118,10 +119,6 @@ def unwritten_manifest(folder: AnyPath, data: bytes) -> Iterator[None]:
 
     The manifest file is not read meanwhile. A command checks an output against new records this way, and writes
     them to the file only if the check succeeds.
-
-    Args:
-        folder: Folder of an output.
-        data: Bytes of the new manifest file, not yet written.
     """
     token = _UNWRITTEN.set((folder.resolve(), data))
     try:
@@ -131,11 +128,7 @@ def unwritten_manifest(folder: AnyPath, data: bytes) -> Iterator[None]:
 
 
 def read_manifest(folder: AnyPath) -> Manifest | None:
-    """Read the manifest of a folder, if there is one.
-
-    Raises:
-        PrepError: The manifest is invalid or damaged.
-    """
+    """Read the manifest of a folder, if there is one."""
     path = folder / MANIFEST_FILE
     if not path.exists():
         return None
@@ -146,11 +139,7 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
 
 
 def decode_manifest(path: AnyPath, data: bytes) -> Manifest:
-    """Decode the bytes of a manifest file and check its digest.
-
-    Raises:
-        PrepError: The manifest is invalid or damaged.
-    """
+    """Decode the bytes of a manifest file and check its digest."""
     manifest = parse_manifest(path, data)
     # Outputs of early versions have no digest to compare.
     recorded = manifest.digest
@@ -161,11 +150,7 @@ def decode_manifest(path: AnyPath, data: bytes) -> Manifest:
 
 
 def parse_manifest(path: AnyPath, data: bytes) -> Manifest:
-    """Decode the bytes of a manifest file without a check of its digest.
-
-    Raises:
-        PrepError: The file is not a manifest, or has another format version.
-    """
+    """Decode the bytes of a manifest file without a check of its digest."""
     try:
         fields = load_json(data)
     except ValueError as error:
@@ -332,8 +317,25 @@ def check_files(
     """
     for name, record in manifest.files.items():
         is_selected = names is None or name in names
-        if "xxh3" in record and is_selected:
-            _check_file(folder, name, record, hint)
+        if "xxh3" not in record or not is_selected:
+            continue
+        path = resolve_named_path(folder, name, folder / MANIFEST_FILE)
+        what = f"{path} does not exist"
+        why = "the manifest lists it"
+        if path.exists():
+            actual = record_file(path)
+            # A later version of prep may add keys to a record, so only these two are compared.
+            is_equal_size = actual["bytes"] == record["bytes"]
+            if is_equal_size and actual.get("xxh3") == record.get("xxh3"):
+                continue
+            what = f"{path} is damaged"
+            expected = _describe_record(record)
+            why = f"it has {_describe_record(actual)}, the manifest records {expected}"
+        if hint:
+            raise DamagedError(what, why, hint(name))
+        if is_settings_file(name):
+            raise DamagedError(what, why, accept_hint(folder, name))
+        raise DamagedError(what, why, GET_AGAIN_HINT)
 
 
 def are_files_intact(folder: AnyPath, manifest: Manifest) -> bool:
@@ -343,27 +345,6 @@ def are_files_intact(folder: AnyPath, manifest: Manifest) -> bool:
     except PrepError:
         return False
     return True
-
-
-def _check_file(
-    folder: AnyPath, name: str, record: FileRecord, hint: Callable[[str], str] | None
-) -> None:
-    path = resolve_named_path(folder, name, folder / MANIFEST_FILE)
-    what = f"{path} does not exist"
-    why = "the manifest lists it"
-    if path.exists():
-        actual = record_file(path)
-        # A later version of prep may add keys to a record, so only these two are compared.
-        is_equal_size = actual["bytes"] == record["bytes"]
-        if is_equal_size and actual.get("xxh3") == record.get("xxh3"):
-            return
-        what = f"{path} is damaged"
-        why = f"it has {_describe_record(actual)}, the manifest records {_describe_record(record)}"
-    if hint:
-        raise DamagedError(what, why, hint(name))
-    if is_settings_file(name):
-        raise DamagedError(what, why, accept_hint(folder, name))
-    raise DamagedError(what, why, GET_AGAIN_HINT)
 
 
 def _describe_record(record: FileRecord) -> str:
@@ -395,9 +376,7 @@ def check_header(path: AnyPath, manifest: Manifest, header_digest: str) -> None:
 def bytes_between(path: AnyPath, ranges: Iterable[Range]) -> Iterator[bytes]:
     """Yield the bytes of a file outside of its tensors: the headers and directories of the archives.
 
-    Args:
-        path: The file. Pieces of a file in a store are requested several at a time.
-        ranges: Byte range of each tensor, in ascending order.
+    `ranges` are the tensors, in ascending order. Pieces of a file in a store are requested several at a time.
     """
     pieces = _pieces_between(ranges, stat_file(path).st_size)
     if isinstance(path, StorePath):
@@ -444,3 +423,121 @@ def again_hints(manifest: Manifest | None) -> Iterator[None]:
         if isinstance(error.__cause__, FileNotFoundError):
             hint = again_hint(manifest)
         raise error.with_texts(hint=hint) from error.__cause__
+
+
+# Files of each run, from its first start on.
+RECIPE_FILE = "recipe.toml"
+ENVIRONMENT_FILE = "environment.json"
+STEP_NAME = re.compile("0|[1-9][0-9]{0,17}")
+LISTED_MANIFEST = re.compile(f"({STEP_NAME.pattern})/{re.escape(MANIFEST_FILE)}")
+
+
+def step_folder(run: PathT, step: int) -> PathT:
+    """Return the folder of a step's checkpoint."""
+    return run / str(step)
+
+
+def saved_steps(run: AnyPath) -> list[int]:
+    """Return the steps with complete checkpoints, ascending. An empty list if the run does not exist."""
+    try:
+        children = [child.name for child in run.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise unreadable_error(run, error) from error
+    steps: list[int] = []
+    for name in filter(STEP_NAME.fullmatch, children):
+        has_item = (run / name / STATE_ITEM / METADATA_FILE).is_file()
+        if has_item and (run / name / MANIFEST_FILE).is_file():
+            steps.append(int(name))
+    return sorted(steps)
+
+
+def is_begun_run(names: Collection[str]) -> bool:
+    """Return whether a folder or prefix with these names is a training run. It may have no step yet."""
+    return RECIPE_FILE in names and ENVIRONMENT_FILE in names
+
+
+def no_step_error(run: str) -> PrepError:
+    """Return the error for a run without a checkpoint."""
+    hint = text("{} continues it", Command("train", "RECIPE", Option("out", run)))
+    why = "a run is a checkpoint from its first saved step on"
+    return PrepError(f"no step of the run {run} is saved yet", why, hint)
+
+
+# Name of a metric, number of evaluated sequences, and stride: only values of equal groups are compared.
+ScoreGroup = tuple[str, int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepScore:
+    """The evaluation of a step that selects the best step, as its manifest has it.
+
+    Attributes:
+        cost: The value of the metric, negated if the highest one is the best. Infinite without an evaluation.
+        group: The metric and the evaluated sequences.
+    """
+
+    cost: float
+    group: ScoreGroup
+
+
+def manifest_score(manifest: Manifest) -> StepScore:
+    """Return the evaluation in a step's manifest: of its loss, or of another metric."""
+    name = "eval_loss"
+    cost = manifest.eval_loss
+    if metric := manifest.eval_metric:
+        name = metric["name"]
+        cost = metric["value"]
+        if metric["best_is"] == "highest":
+            cost = -cost
+    if cost is None or not math.isfinite(cost):
+        cost = math.inf
+    return StepScore(cost, score_group(name, manifest))
+
+
+def score_group(metric: str, manifest: Manifest) -> ScoreGroup:
+    """Return the group of a metric's values in the manifests of steps."""
+    return metric, manifest.eval_sequences, manifest.eval_stride
+
+
+def best_step(run: AnyPath) -> int | None:
+    """Return the best step of a run. None if no step has an evaluation.
+
+    Only the steps with the metric and the sequences of the newest evaluation are compared.
+    """
+    scores = {
+        step: manifest_score(read_manifest(step_folder(run, step)) or NO_MANIFEST)
+        for step in saved_steps(run)
+    }
+    # A loss of 100 sequences and one of 1,000 are not comparable: `eval.limit` may have changed.
+    newest = max((step for step, score in scores.items() if score.cost < math.inf), default=None)
+    if newest is None:
+        return None
+    return best_steps(scores)[scores[newest].group]
+
+
+def best_steps(scores: Mapping[int, StepScore]) -> dict[ScoreGroup, int]:
+    """Return the step with the lowest cost, the first of equal ones, for each group."""
+    best: dict[ScoreGroup, int] = {}
+    for step, score in sorted(scores.items()):
+        lowest = math.inf
+        if score.group in best:
+            lowest = scores[best[score.group]].cost
+        if score.cost < lowest:
+            best[score.group] = step
+    return best
+
+
+def listed_steps(paths: Iterable[str]) -> list[int]:
+    """Return the steps with a manifest among the paths of a run's files, ascending."""
+    matches = (LISTED_MANIFEST.fullmatch(path) for path in paths)
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def listed_step(path: str) -> int | None:
+    """Return the step of a path in a run. None if it is a file of the run itself."""
+    name, slash, _ = path.partition("/")
+    if slash and STEP_NAME.fullmatch(name):
+        return int(name)
+    return None

@@ -29,11 +29,6 @@ MIN_LLAMA_3_VOCAB_SIZE = 100_000  # earlier versions have smaller vocabularies
 def to_hf_config(document: object, vocab_size: int, is_tied: bool) -> JsonObject:
     """Return the config.json of transformers for a params.json.
 
-    Args:
-        document: Content of params.json.
-        vocab_size: Rows of the embedding tensor.
-        is_tied: Whether the LM head shares the embedding.
-
     Raises:
         ValueError: A parameter is unknown, missing or out of range.
     """
@@ -67,7 +62,14 @@ def to_hf_config(document: object, vocab_size: int, is_tied: bool) -> JsonObject
         "eos_token_id": 128001 if is_llama_3 else 2,
     }
     if params.get("use_scaled_rope") is True:
-        config["rope_scaling"] = _rope_scaling(params)
+        factor = 32.0 if _read_positive_int(params, "dim") < 4096 else 8.0
+        config["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": _read_positive(params, "rope_scaling_factor", factor),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
     return config
 
 
@@ -176,15 +178,3 @@ def _max_position_embeddings(params: JsonObject, rope_theta: float, is_llama_3: 
     if _read_positive(params, "norm_eps", None) < 1e-5 or (is_large and not is_grouped):
         return 2048
     return 4096
-
-
-def _rope_scaling(params: JsonObject) -> JsonObject:
-    """Return the rotary scaling of LLaMA 3.1, or of 3.2: its models are narrower and have a larger factor."""
-    factor = 32.0 if _read_positive_int(params, "dim") < 4096 else 8.0
-    return {
-        "rope_type": "llama3",
-        "factor": _read_positive(params, "rope_scaling_factor", factor),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }

@@ -154,9 +154,27 @@ def read_model_files(
                     f"{first_file} and {header.file_name}",
                     "remove the file that does not belong to this model",
                 )
-    if weight_map is not None and (missing := weight_map.keys() - file_by_tensor.keys()):
+    if weight_map is not None and weight_map.keys() - file_by_tensor.keys():
         others = {tensor.name for tensor in unindexed}
-        raise _missing_tensors_error(path, weight_map, sorted(missing), others)
+        missing = sorted(weight_map.keys() - file_by_tensor.keys())
+        only_in_index = [quote_name(name) for name in missing if name not in others]
+        in_another_file = [quote_name(name) for name in missing if name in others]
+        reasons: list[str] = []
+        for names, difference in (
+            (only_in_index, "only in the index"),
+            (in_another_file, "not in the file that the index names"),
+        ):
+            if names:
+                listed = join_names(names, max_names=_MAX_LISTED)
+                reasons.append(f"{len(names)} {difference}: {listed}")
+        file_names = join_names(
+            sorted({weight_map[name] for name in missing}), max_names=_MAX_LISTED
+        )
+        raise DamagedError(
+            f"files of {path} lack tensors that the index names",
+            "; ".join(reasons),
+            _download_hint(path, what=f"get {file_names} again, in the version of the index"),
+        )
     return ModelFiles(path, headers, tuple(tensors), tuple(unindexed))
 
 
@@ -178,9 +196,6 @@ def list_weight_files(
     Args:
         folder: Folder of the model.
         selected: The files, or only the index of them.
-
-    Raises:
-        PrepError: The index is not valid, or a file of it is missing.
     """
     if len(selected) != 1 or not selected[0].endswith(INDEX_SUFFIX):
         return selected, None
@@ -197,11 +212,7 @@ def list_weight_files(
 
 
 def read_weight_map(path: AnyPath) -> dict[str, str]:
-    """Read the file name of each tensor from an index file.
-
-    Raises:
-        PrepError: The file is not a valid index, or a file name has another suffix or a folder.
-    """
+    """Read the file name of each tensor from an index file."""
     stat = stat_file(path)
     try:
         if stat.st_size > MAX_INDEX_NBYTES:
@@ -214,7 +225,19 @@ def read_weight_map(path: AnyPath) -> dict[str, str]:
                 raise
             # The index ends before its last brace.
             raise CutShortError(str(error)) from error
-        weight_map = _parse_weight_map(index, index_suffix(path.name))
+        suffix = index_suffix(path.name)
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError("it has no weight_map from tensors to files")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or not file.endswith(suffix):
+                raise ValueError(
+                    f"it puts {quote_name(name)} in something other than a *{suffix} file"
+                )
+            if not file.isprintable() or any(mark in file for mark in "/\\:"):
+                raise ValueError(
+                    f"it puts {quote_name(name)} in {quote_name(file)}, which is not the bare name of a file"
+                )
     except ValueError as error:
         raise DamagedError(
             f"{path} is not a usable index", str(error), damage_hint(path, error)
@@ -256,31 +279,6 @@ def _missing_shards(
                 yield name
 
 
-def _missing_tensors_error(
-    folder: AnyPath,
-    weight_map: Mapping[str, str],
-    missing: Sequence[str],
-    stored: Collection[str],
-) -> PrepError:
-    """Return the error for tensors that are not in the file that the index names."""
-    only_in_index = [quote_name(name) for name in missing if name not in stored]
-    in_another_file = [quote_name(name) for name in missing if name in stored]
-    reasons: list[str] = []
-    for names, difference in (
-        (only_in_index, "only in the index"),
-        (in_another_file, "not in the file that the index names"),
-    ):
-        if names:
-            listed = join_names(names, max_names=_MAX_LISTED)
-            reasons.append(f"{len(names)} {difference}: {listed}")
-    files = join_names(sorted({weight_map[name] for name in missing}), max_names=_MAX_LISTED)
-    return DamagedError(
-        f"files of {folder} lack tensors that the index names",
-        "; ".join(reasons),
-        _download_hint(folder, what=f"get {files} again, in the version of the index"),
-    )
-
-
 def damage_hint(path: AnyPath, error: BaseException | None) -> str:
     """Return the hint for a file with invalid content: the command that downloads it again if bytes are missing."""
     if any(isinstance(cause, CutShortError) for cause in causes(error)):
@@ -301,20 +299,6 @@ def other_format_error(path: AnyPath, first_bytes: bytes, expected: str) -> Prep
             what = f"{path.name} is {format_name}, not a {expected} file"
             return PrepError(what, why, hint or download_again_hint(path))
     return None
-
-
-def _parse_weight_map(index: object, suffix: str) -> dict[str, str]:
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError("it has no weight_map from tensors to files")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not file.endswith(suffix):
-            raise ValueError(f"it puts {quote_name(name)} in something other than a *{suffix} file")
-        if not file.isprintable() or any(mark in file for mark in "/\\:"):
-            raise ValueError(
-                f"it puts {quote_name(name)} in {quote_name(file)}, which is not the bare name of a file"
-            )
-    return weight_map
 
 
 def _missing_files_error(

@@ -100,18 +100,14 @@ def sniff_msgpack_kind(path: AnyPath) -> MsgpackKind | None:
         return "easylm"
     is_map = first_bytes[:1] in _MAP_FIRST_BYTES
     key = first_bytes[{0xDE: 3, 0xDF: 5}.get(first_bytes[0], 1) :] if first_bytes else b""
-    if is_map and (not key or _is_text_byte(key[0])):
+    # A text begins with these bytes.
+    if is_map and (not key or 0xA0 <= key[0] < 0xC0 or 0xD9 <= key[0] <= 0xDB):
         return "flax"
     return None
 
 
 def read_msgpack_header(path: AnyPath, kind: MsgpackKind, file_number: int = 0) -> FileHeader:
     """Read the headers of a Flax file or an EasyLM stream. Values other than arrays are `MsgpackNonArray`s.
-
-    Args:
-        path: Path of the file.
-        kind: Format of the file.
-        file_number: Number of the file in its model, stored in the arrays.
 
     Raises:
         PrepError: The file is unreadable or invalid. No other exception is raised, whatever the file holds.
@@ -120,7 +116,16 @@ def read_msgpack_header(path: AnyPath, kind: MsgpackKind, file_number: int = 0) 
     try:
         with open_regular_file(path, buffering=0) as file:
             state = _ParseState(_Cursor(file, stat.st_size), file_number)
-            _parse_stream(state) if kind == "easylm" else _parse_flax_file(state)
+            if kind == "easylm":
+                _parse_stream(state)
+            else:
+                _parse_value(state, ())
+                extra_nbytes = state.cursor.size - state.cursor.offset
+                # Bytes after the tree would be in no digest, and a longer file that was overwritten by a
+                # shorter one looks like this.
+                if extra_nbytes:
+                    count = count_text(extra_nbytes, "byte follows", "bytes follow")
+                    raise ValueError(f"{count} its end at byte {state.cursor.offset:,}")
     except OSError as error:
         raise unreadable_error(path, error) from error
     except ValueError as error:
@@ -295,10 +300,6 @@ _NUMBER_FORMATS = {
 _MAP_FIRST_BYTES = {bytes([first]) for first in (*range(0x81, 0x90), 0xDE, 0xDF)}
 
 
-def _is_text_byte(first_byte: int) -> bool:
-    return 0xA0 <= first_byte < 0xC0 or 0xD9 <= first_byte <= 0xDB
-
-
 # Trees
 
 
@@ -313,39 +314,22 @@ class _ParseState:
     entries: int = 0
     paths_nbytes: int = 0
 
-    def count_entry(self, path: KeyPath) -> None:
-        """Count an entry. Raise ValueError if the file exceeds a limit."""
-        self.entries += 1
-        self.paths_nbytes += sum(map(len, path)) + len(path)
-        if self.entries > MAX_ENTRIES or self.paths_nbytes > MAX_PATHS_NBYTES:
-            raise ValueError(
-                f"it has more than {MAX_ENTRIES:,} entries or {MAX_PATHS_NBYTES >> 20} MiB of names"
-            )
-        if len(path) > MAX_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_DEPTH} deep, at {_quote_path(path)}")
-
     def array_at(self, path: KeyPath, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
         array = whole_array(".".join(path), dtype, shape, (self.file_number, offset))
         return replace(array, path=path)
-
-
-def _parse_flax_file(state: _ParseState) -> None:
-    """Parse a Flax file."""
-    _parse_value(state, ())
-    extra_nbytes = state.cursor.size - state.cursor.offset
-    # Bytes after the tree would be in no digest, and a longer file that was overwritten by a
-    # shorter one looks like this.
-    if extra_nbytes:
-        raise ValueError(
-            f"{count_text(extra_nbytes, 'byte follows', 'bytes follow')} its end at byte {state.cursor.offset:,}"
-        )
 
 
 def _parse_stream(state: _ParseState) -> None:
     """Parse an EasyLM stream. Raise ValueError for a path that occurs twice."""
     seen: set[KeyPath] = set()
     while state.cursor.offset < state.cursor.size:
-        path = _read_record_path(state)
+        offset = state.cursor.offset
+        record = _read_token(state.cursor)
+        is_pair = (record.kind, record.count) == ("array", 2)
+        key = _read_token(state.cursor) if is_pair else record
+        if not is_pair or key.kind != "array" or key.count > MAX_DEPTH:
+            raise ValueError(f"byte {offset:,} does not start a record [path, bytes]")
+        path = tuple(_read_key(state.cursor, allow_int=True) for _ in range(key.count))
         if path in seen:
             raise ValueError(f"it has {_quote_path(path)} twice")
         seen.add(path)
@@ -366,42 +350,51 @@ def _parse_stream(state: _ParseState) -> None:
             )
 
 
-def _read_record_path(state: _ParseState) -> KeyPath:
-    offset = state.cursor.offset
-    record = _read_token(state.cursor)
-    is_pair = (record.kind, record.count) == ("array", 2)
-    key = _read_token(state.cursor) if is_pair else record
-    if not is_pair or key.kind != "array" or key.count > MAX_DEPTH:
-        raise ValueError(f"byte {offset:,} does not start a record [path, bytes]")
-    return tuple(_read_key(state.cursor, allow_int=True) for _ in range(key.count))
-
-
 def _read_key(cursor: _Cursor, allow_int: bool = False) -> str:
     token = _read_token(cursor)
     if allow_int and type(token.value) is int:
         return str(token.value)
     if token.kind != "text":
         raise ValueError(f"a key before byte {cursor.offset:,} is not text")
-    return _read_text(cursor, token.count)
-
-
-def _read_text(cursor: _Cursor, count: int) -> str:
-    if count > MAX_KEY_NBYTES:
+    if token.count > MAX_KEY_NBYTES:
         raise ValueError(
-            f"a name at byte {cursor.offset:,} has {count:,} bytes, the limit is {MAX_KEY_NBYTES:,}"
+            f"a name at byte {cursor.offset:,} has {token.count:,} bytes, the limit is {MAX_KEY_NBYTES:,}"
         )
     try:
-        return cursor.take(count).decode()
+        return cursor.take(token.count).decode()
     except UnicodeError as error:
         raise ValueError(f"a name before byte {cursor.offset:,} is not UTF-8") from error
 
 
 def _parse_value(state: _ParseState, path: KeyPath) -> None:
     """Parse the next value with everything nested in it."""
-    state.count_entry(path)
+    state.entries += 1
+    state.paths_nbytes += sum(map(len, path)) + len(path)
+    if state.entries > MAX_ENTRIES or state.paths_nbytes > MAX_PATHS_NBYTES:
+        raise ValueError(
+            f"it has more than {MAX_ENTRIES:,} entries or {MAX_PATHS_NBYTES >> 20} MiB of names"
+        )
+    if len(path) > MAX_DEPTH:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep, at {_quote_path(path)}")
     token = _read_token(state.cursor)
     if token.kind == "map":
-        _parse_map(state, path, token.count)
+        keys: set[str] = set()
+        first_array = len(state.arrays)
+        first_non_array = len(state.non_arrays)
+        for _ in range(token.count):
+            key = _read_key(state.cursor)
+            if key in keys:
+                raise ValueError(f"it has {_quote_path((*path, key))} twice")
+            keys.add(key)
+            _parse_value(state, (*path, key))
+        # msgpack limits an extension to 2^32 - 1 bytes, so flax.serialization stores an array above
+        # 1 GiB as {"__msgpack_chunked_array__": True, "shape": {"0": ...}, "chunks": {"0": ...}}.
+        if CHUNKED_MARKER in keys:
+            joined = _join_pieces(
+                state, path, state.arrays[first_array:], state.non_arrays[first_non_array:]
+            )
+            del state.arrays[first_array:], state.non_arrays[first_non_array:]
+            state.arrays.append(joined)
     elif token.kind == "array":
         for index in range(token.count):
             _parse_value(state, (*path, str(index)))
@@ -414,26 +407,6 @@ def _parse_value(state: _ParseState, path: KeyPath) -> None:
         state.non_arrays.append(
             MsgpackNonArray(path, f"{count_text(token.count, 'byte')} that are not an array")
         )
-
-
-def _parse_map(state: _ParseState, path: KeyPath, count: int) -> None:
-    keys: set[str] = set()
-    first_array = len(state.arrays)
-    first_non_array = len(state.non_arrays)
-    for _ in range(count):
-        key = _read_key(state.cursor)
-        if key in keys:
-            raise ValueError(f"it has {_quote_path((*path, key))} twice")
-        keys.add(key)
-        _parse_value(state, (*path, key))
-    # msgpack limits an extension to 2^32 - 1 bytes, so flax.serialization stores an array above
-    # 1 GiB as {"__msgpack_chunked_array__": True, "shape": {"0": ...}, "chunks": {"0": ...}}.
-    if CHUNKED_MARKER in keys:
-        joined = _join_pieces(
-            state, path, state.arrays[first_array:], state.non_arrays[first_non_array:]
-        )
-        del state.arrays[first_array:], state.non_arrays[first_non_array:]
-        state.arrays.append(joined)
 
 
 def _join_pieces(

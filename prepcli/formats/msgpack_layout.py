@@ -61,7 +61,27 @@ def lay_out_stream(leaves: Iterable[MsgpackLeaf]) -> MsgpackLayout:
     """Lay out an EasyLM stream of these leaves. Raise PrepError for a sub-byte dtype or a leaf above 4 GiB."""
     segments: list[_Segment] = []
     for leaf in _iter_sorted_leaves(_build_tree(leaves)):
-        segments.extend(_encode_record(leaf))
+        value = list(_encode_leaf(leaf))
+        nbytes = 0
+        for segment in value:
+            if isinstance(segment, _Payload):
+                nbytes += segment.nbytes
+            else:
+                nbytes += len(segment)
+        if nbytes > MAX_RECORD_NBYTES:
+            why = f"it takes {nbytes:,} bytes, a record holds {MAX_RECORD_NBYTES:,}"
+            raise PrepError(
+                f"{'.'.join(leaf.path)} is too large for an EasyLM stream",
+                why,
+                text("pass {}", Option("layout", "hf-flax")),
+            )
+        segments.append(
+            _container_header(0x90, 0xDC, 2)
+            + _container_header(0x90, 0xDC, len(leaf.path))
+            + b"".join(map(_encode_text, leaf.path))
+        )
+        segments.append(_bytes_header(0xC4, nbytes))
+        segments += value
     return _place_segments(segments)
 
 
@@ -123,31 +143,6 @@ def _encode_tree(tree: _Tree) -> Iterator[_Segment]:
     for key, value in sorted(tree.items()):
         yield _encode_text(key)
         yield from _encode_leaf(value) if isinstance(value, MsgpackLeaf) else _encode_tree(value)
-
-
-def _encode_record(leaf: MsgpackLeaf) -> Iterator[_Segment]:
-    """Yield the segments of a leaf's record in an EasyLM stream."""
-    value = list(_encode_leaf(leaf))
-    nbytes = 0
-    for segment in value:
-        if isinstance(segment, _Payload):
-            nbytes += segment.nbytes
-        else:
-            nbytes += len(segment)
-    if nbytes > MAX_RECORD_NBYTES:
-        why = f"it takes {nbytes:,} bytes, a record holds {MAX_RECORD_NBYTES:,}"
-        raise PrepError(
-            f"{'.'.join(leaf.path)} is too large for an EasyLM stream",
-            why,
-            text("pass {}", Option("layout", "hf-flax")),
-        )
-    yield (
-        _container_header(0x90, 0xDC, 2)
-        + _container_header(0x90, 0xDC, len(leaf.path))
-        + b"".join(map(_encode_text, leaf.path))
-    )
-    yield _bytes_header(0xC4, nbytes)
-    yield from value
 
 
 def _encode_leaf(leaf: MsgpackLeaf) -> Iterator[_Segment]:

@@ -138,10 +138,38 @@ def encode_ocdbt_index(
     # One interior node refers to all leaves: 10^6 chunks are about 30 leaves of NODE_NBYTES. The root is
     # the last node of the file.
     if len(nodes) > 1:
-        nodes.append(_encode_interior(nodes, path))
+        sizes = [len(leaf.data) for leaf in nodes]
+        offsets = [0, *itertools.accumulate(sizes[:-1])]
+        # Length of the common key prefix of each child's subtree: 0.
+        common_lengths = bytes(len(nodes))
+        body = [
+            b"\1",  # height
+            _encode_file_table([path]),
+            encode_varints([len(nodes)]),
+            encode_keys([leaf.first_key for leaf in nodes], common_lengths),
+            _encode_references(nodes, offsets, sizes),
+        ]
+        data = encode_frame(NODE_MAGIC, b"".join(body))
+        num_keys = sum(leaf.num_keys for leaf in nodes)
+        value_nbytes = sum(leaf.value_nbytes for leaf in nodes)
+        nodes.append(_EncodedNode(nodes[0].first_key, data, num_keys, value_nbytes))
+    tree_nbytes = sum(len(node.data) for node in nodes)
+    root = nodes[-1]
+    body = [
+        file_id.digest(),
+        b"\0",  # manifest kind: a single file
+        encode_varints([_MAX_INLINE_NBYTES, _MAX_NODE_NBYTES]),
+        bytes([_VERSION_ARITY_LOG2, 0]),  # 0: nodes are not compressed
+        _encode_file_table([path]),
+        encode_varints([1, 1]),  # number of versions, generation number
+        bytes([len(nodes) > 1]),  # height of the root
+        _encode_references([root], [tree_nbytes - len(root.data)], [tree_nbytes]),
+        struct.pack("<Q", now_ns),
+        b"\0",  # number of older version tree nodes
+    ]
     return {
         path: b"".join(node.data for node in nodes),
-        OCDBT_MANIFEST: _encode_manifest(nodes, path, file_id.digest(), now_ns),
+        OCDBT_MANIFEST: encode_frame(MANIFEST_MAGIC, b"".join(body)),
     }
 
 
@@ -179,45 +207,6 @@ def _encode_leaf(entries: Sequence[OcdbtEntry]) -> _EncodedNode:
     data = encode_frame(NODE_MAGIC, b"".join(body))
     value_nbytes = sum(location.nbytes for location in locations)
     return _EncodedNode(keys[0], data, len(entries), value_nbytes)
-
-
-def _encode_interior(leaves: Sequence[_EncodedNode], path: str) -> _EncodedNode:
-    """Encode the parent of leaves stored consecutively in the file `path`. Keys are stored in full."""
-    sizes = [len(leaf.data) for leaf in leaves]
-    offsets = [0, *itertools.accumulate(sizes[:-1])]
-    # Length of the common key prefix of each child's subtree: 0.
-    common_lengths = bytes(len(leaves))
-    body = [
-        b"\1",  # height
-        _encode_file_table([path]),
-        encode_varints([len(leaves)]),
-        encode_keys([leaf.first_key for leaf in leaves], common_lengths),
-        _encode_references(leaves, offsets, sizes),
-    ]
-    data = encode_frame(NODE_MAGIC, b"".join(body))
-    num_keys = sum(leaf.num_keys for leaf in leaves)
-    return _EncodedNode(
-        leaves[0].first_key, data, num_keys, sum(leaf.value_nbytes for leaf in leaves)
-    )
-
-
-def _encode_manifest(nodes: Sequence[_EncodedNode], path: str, uuid: bytes, now_ns: int) -> bytes:
-    """Encode a manifest of one version. Its root is the last node in the file `path`."""
-    tree_nbytes = sum(len(node.data) for node in nodes)
-    root = nodes[-1]
-    body = [
-        uuid,
-        b"\0",  # manifest kind: a single file
-        encode_varints([_MAX_INLINE_NBYTES, _MAX_NODE_NBYTES]),
-        bytes([_VERSION_ARITY_LOG2, 0]),  # 0: nodes are not compressed
-        _encode_file_table([path]),
-        encode_varints([1, 1]),  # number of versions, generation number
-        bytes([len(nodes) > 1]),  # height of the root
-        _encode_references([root], [tree_nbytes - len(root.data)], [tree_nbytes]),
-        struct.pack("<Q", now_ns),
-        b"\0",  # number of older version tree nodes
-    ]
-    return encode_frame(MANIFEST_MAGIC, b"".join(body))
 
 
 def _encode_file_table(paths: Sequence[str]) -> bytes:
@@ -270,9 +259,6 @@ def read_ocdbt_index(folder: AnyPath) -> Iterator[OcdbtEntry]:
     Paths are checked to stay in the folder and nodes to be inside their files. The caller checks the
     locations of values.
 
-    Args:
-        folder: Folder of the database.
-
     Raises:
         PrepError: The database is missing, invalid, or exceeds a limit of this module.
     """
@@ -280,39 +266,32 @@ def read_ocdbt_index(folder: AnyPath) -> Iterator[OcdbtEntry]:
         why = "the checkpoint is unfinished or was copied in part"
         raise DamagedError(f"{folder} has no {OCDBT_MANIFEST}", why, GET_AGAIN_HINT)
     try:
-        root = _read_root(folder)
-        if root is not None:
+        body, is_numbered = _open_manifest(folder / OCDBT_MANIFEST)
+        if is_numbered:
+            # Numbered manifests have one file per version.
+            numbered = [name for name in list_folder(folder) if _NUMBERED_MANIFEST.fullmatch(name)]
+            if not numbered:
+                raise ValueError("its manifest refers to numbered manifests, and none exists")
+            body, is_numbered = _open_manifest(folder / numbered[-1])
+            if is_numbered:
+                raise ValueError(f"{numbered[-1]} names no version")
+        files = _read_file_table(body, folder, b"")
+        count = body.read_varint(_MAX_VERSIONS)
+        if not count:
+            raise ValueError("its manifest names no version")
+        body.read_varints(count)  # generation numbers
+        height = body.take(count)[-1]
+        columns = _read_references(body, count, files)
+        file_number, offset, nbytes = (int(column[-1]) for column in columns)
+        # TensorStore marks an empty tree by these two numbers
+        if not offset == nbytes == UINT64_MAX:
+            file = files[file_number]
+            root = _NodeRef(file.make_reference(offset, nbytes), file.base_path, height)
             yield from _IndexReader(folder).iter_entries(root)
     except ValueError as error:
         raise DamagedError(
             f"the index of {folder} cannot be read", str(error), GET_AGAIN_HINT
         ) from error
-
-
-def _read_root(folder: AnyPath) -> _NodeRef | None:
-    """Return a reference to the root of the newest version. None for an empty database."""
-    body, is_numbered = _open_manifest(folder / OCDBT_MANIFEST)
-    if is_numbered:
-        # Numbered manifests have one file per version.
-        numbered = [name for name in list_folder(folder) if _NUMBERED_MANIFEST.fullmatch(name)]
-        if not numbered:
-            raise ValueError("its manifest refers to numbered manifests, and none exists")
-        body, is_numbered = _open_manifest(folder / numbered[-1])
-        if is_numbered:
-            raise ValueError(f"{numbered[-1]} names no version")
-    files = _read_file_table(body, folder, b"")
-    count = body.read_varint(_MAX_VERSIONS)
-    if not count:
-        raise ValueError("its manifest names no version")
-    body.read_varints(count)  # generation numbers
-    height = body.take(count)[-1]
-    columns = _read_references(body, count, files)
-    file_number, offset, nbytes = (int(column[-1]) for column in columns)
-    # TensorStore marks an empty tree by these two numbers
-    if offset == nbytes == UINT64_MAX:
-        return None
-    file = files[file_number]
-    return _NodeRef(file.make_reference(offset, nbytes), file.base_path, height)
 
 
 def _open_manifest(path: AnyPath) -> tuple[BodyReader, bool]:

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from prepcli.algebra.grids import ChunkTable
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
@@ -162,9 +161,7 @@ def item_metadata_file(folder: AnyPath) -> str | None:
 def find_item(path: PathT, names: Sequence[str] | None = None) -> PathT | None:
     """Return the item that `path` is or holds: the item of a step folder, or of a run folder's last step.
 
-    Args:
-        path: Folder of an item, a step or a run.
-        names: The names in it, if they were listed before.
+    `names` are those in the folder, if they were listed before.
     """
     item, children = _search_step(path, names)
     if item is not None:
@@ -248,15 +245,19 @@ def find_name_clash(paths: Iterable[TreePath]) -> tuple[str, str] | None:
 
 
 def read_item(folder: AnyPath) -> OrbaxItem:
-    """Read and check the metadata of an item.
-
-    Args:
-        folder: Folder of the item.
-
-    Raises:
-        PrepError: The metadata is invalid, or the storage is not supported.
-    """
-    metadata_file = _require_item(folder)
+    """Read and check the metadata of an item."""
+    for part in folder.absolute().parts:
+        if _UNFINISHED_MARK in part:
+            what = f"{folder} is a checkpoint that Orbax did not finish"
+            hint = "use an earlier step, or save it again"
+            raise PrepError(what, f"its folder is {part}", hint)
+    # Raises an error for a folder that does not exist or cannot be read.
+    list_folder(folder)
+    metadata_file = item_metadata_file(folder)
+    if metadata_file is None:
+        what = f"{folder} is not an Orbax checkpoint"
+        hint = f"pass the folder that contains {METADATA_FILE}, e.g. STEP/default"
+        raise PrepError(what, f"it has no {METADATA_FILE}", hint)
     if metadata_file == LEVANTER_METADATA_FILE:
         all_leaves, values, is_complete = _read_levanter_tree(folder)
     else:
@@ -302,30 +303,37 @@ def read_item(folder: AnyPath) -> OrbaxItem:
     )
 
 
-def _require_item(folder: AnyPath) -> str:
-    """Return the name of the metadata file of an item. Raise PrepError if the folder is not a finished item."""
-    for part in folder.absolute().parts:
-        if _UNFINISHED_MARK in part:
-            what = f"{folder} is a checkpoint that Orbax did not finish"
-            hint = "use an earlier step, or save it again"
-            raise PrepError(what, f"its folder is {part}", hint)
-    # Raises an error for a folder that does not exist or cannot be read.
-    list_folder(folder)
-    metadata_file = item_metadata_file(folder)
-    if metadata_file is None:
-        what = f"{folder} is not an Orbax checkpoint"
-        hint = f"pass the folder that contains {METADATA_FILE}, e.g. STEP/default"
-        raise PrepError(what, f"it has no {METADATA_FILE}", hint)
-    return metadata_file
-
-
 def _read_orbax_tree(folder: AnyPath) -> _StoredTree:
     """Read the tree in the metadata file of Orbax."""
     tree = _read_json(folder / METADATA_FILE)
     entries = tree.get("tree_metadata")
     if not isinstance(entries, dict):
         raise _broken_file_error(folder / METADATA_FILE, "it has no tree_metadata")
-    leaves = [_parse_leaf(folder, entry) for entry in entries.values()]
+    leaves: list[_TreeLeaf] = []
+    for entry in entries.values():
+        match entry:
+            # `skip_deserialize` marks leaves without stored values: None and empty containers
+            case {
+                "key_metadata": [_, *_] as keys,
+                "value_metadata": {"value_type": str(value_type)} as value,
+            }:
+                is_empty = value.get("skip_deserialize") is True
+            case _:
+                why = "it describes a leaf without a path or a type"
+                raise _broken_file_error(folder / METADATA_FILE, why)
+        path: list[str | int] = []
+        for key in keys:
+            # Orbax's KeyType: 1 is an index of a sequence, 2 a key of a dict. Nine digits bound the list that
+            # a hostile index can ask for.
+            match key:
+                case {"key": str(part), "key_type": 1} if re.fullmatch("0|[1-9][0-9]{0,8}", part):
+                    path.append(int(part))
+                case {"key": str(part), "key_type": 2}:
+                    path.append(part)
+                case _:
+                    why = f"{quote_name(str(key))} is not a part of a path"
+                    raise _broken_file_error(folder / METADATA_FILE, why)
+        leaves.append(_TreeLeaf(tuple(path), value_type, is_empty))
     names = [dotted_name(leaf.path) for leaf in leaves if leaf.is_array]
     # Without the keys, the storage is OCDBT and zarr 2, the defaults of Orbax.
     has_chunk_files = tree.get("use_ocdbt", True) is False
@@ -363,32 +371,6 @@ def _read_json(path: AnyPath) -> JsonObject:
 
 def _broken_file_error(path: AnyPath, why: str) -> DamagedError:
     return DamagedError(f"{path} is broken", why, GET_AGAIN_HINT)
-
-
-def _parse_leaf(folder: AnyPath, entry: Any) -> _TreeLeaf:
-    match entry:
-        # `skip_deserialize` marks leaves without stored values: None and empty containers
-        case {
-            "key_metadata": [_, *_] as keys,
-            "value_metadata": {"value_type": str(value_type)} as value,
-        }:
-            is_empty = value.get("skip_deserialize") is True
-        case _:
-            why = "it describes a leaf without a path or a type"
-            raise _broken_file_error(folder / METADATA_FILE, why)
-    path: list[str | int] = []
-    for key in keys:
-        # Orbax's KeyType: 1 is an index of a sequence, 2 a key of a dict. Nine digits bound the list that a
-        # hostile index can ask for.
-        match key:
-            case {"key": str(part), "key_type": 1} if re.fullmatch("0|[1-9][0-9]{0,8}", part):
-                path.append(int(part))
-            case {"key": str(part), "key_type": 2}:
-                path.append(part)
-            case _:
-                why = f"{quote_name(str(key))} is not a part of a path"
-                raise _broken_file_error(folder / METADATA_FILE, why)
-    return _TreeLeaf(tuple(path), value_type, is_empty)
 
 
 def _read_non_arrays(folder: AnyPath, leaves: Sequence[_TreeLeaf]) -> tuple[OrbaxNonArray, ...]:
@@ -448,7 +430,26 @@ def encode_item_metadata(
     Raises:
         PrepError: A leaf cannot be stored, or a chunk is missing, duplicate or of the wrong size.
     """
-    _check_leaves(arrays, non_arrays)
+    if not arrays:
+        what = "cannot write an Orbax checkpoint without arrays"
+        raise PrepError(
+            what, "the tree contains no arrays", "add an array, or write another format"
+        )
+    for meta in arrays:
+        if meta.dtype not in ZARR_TYPESTRS:
+            why = f"zarr v2 of TensorStore supports {', '.join(ZARR_TYPESTRS)}"
+            hint = text("cast it: {}", Option("dtype", "bfloat16"))
+            raise PrepError(f"{meta.name} is {meta.dtype}", why, hint)
+        if len(meta.chunk_shape) != len(meta.shape) or min(meta.chunk_shape, default=1) < 1:
+            what = f"chunk {meta.chunk_shape} of {meta.name} does not match its shape {meta.shape}"
+            raise PrepError(what, "each axis needs a chunk extent of at least 1", BUG_HINT)
+    paths = [leaf.path for leaf in (*arrays, *non_arrays)]
+    if () in paths:
+        why = "an Orbax tree needs a key for each array"
+        raise PrepError("cannot write a single array", why, "write a dict of arrays")
+    if names := find_name_clash(paths):
+        what = "the tree has two leaves with clashing names"
+        raise PrepError(what, f"{names[0]} and {names[1]}", "rename one of them")
     tables = collect_chunks(arrays, chunks, is_compressed=compression is not None)
     if storage.has_chunk_files:
         files = encode_documents(tables, file_names, storage, compression)
@@ -478,30 +479,6 @@ def encode_step_metadata(item_names: Iterable[str], now_ns: int) -> dict[str, by
     """Return the metadata file of a training step of Orbax with items in its subfolders."""
     metadata = _checkpoint_metadata(dict.fromkeys(item_names, _HANDLER), now_ns)
     return {CHECKPOINT_METADATA_FILE: json.dumps(metadata).encode()}
-
-
-def _check_leaves(arrays: Sequence[Array], non_arrays: Sequence[OrbaxNonArray]) -> None:
-    """Raise PrepError if an Orbax checkpoint cannot have these leaves."""
-    if not arrays:
-        what = "cannot write an Orbax checkpoint without arrays"
-        raise PrepError(
-            what, "the tree contains no arrays", "add an array, or write another format"
-        )
-    for meta in arrays:
-        if meta.dtype not in ZARR_TYPESTRS:
-            why = f"zarr v2 of TensorStore supports {', '.join(ZARR_TYPESTRS)}"
-            hint = text("cast it: {}", Option("dtype", "bfloat16"))
-            raise PrepError(f"{meta.name} is {meta.dtype}", why, hint)
-        if len(meta.chunk_shape) != len(meta.shape) or min(meta.chunk_shape, default=1) < 1:
-            what = f"chunk {meta.chunk_shape} of {meta.name} does not match its shape {meta.shape}"
-            raise PrepError(what, "each axis needs a chunk extent of at least 1", BUG_HINT)
-    paths = [leaf.path for leaf in (*arrays, *non_arrays)]
-    if () in paths:
-        why = "an Orbax tree needs a key for each array"
-        raise PrepError("cannot write a single array", why, "write a dict of arrays")
-    if names := find_name_clash(paths):
-        what = "the tree has two leaves with clashing names"
-        raise PrepError(what, f"{names[0]} and {names[1]}", "rename one of them")
 
 
 def _tree_metadata(

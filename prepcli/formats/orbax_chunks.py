@@ -244,34 +244,32 @@ def build_chunk_table(
     # A grid of a malicious document may have 2^60 chunks. It is enumerated only as far as there
     # are stored values; otherwise the indices are parsed from the keys.
     missing = math.prod(zarr.stored_grid) - len(chunks_by_key)
+    chunks: StoredChunks = {}
     if missing > 0 and not is_complete and zarr.missing_is_zero:
-        chunks: StoredChunks = {}
         for key, value in chunks_by_key.items():
-            index = _index_of_key(zarr, key)
-            if index is not None:
+            index: ChunkIndex = ()
+            # The key of the only chunk of a scalar is `0` or `c`, which is not an index.
+            if zarr.shape:
+                # Longer numbers exceed int64, and a hostile key may have millions of digits.
+                numbers = re.findall("[0-9]+", key)
+                index = tuple(int(digits) for digits in numbers if len(digits) < 19)
+            # Other spellings of a key are ignored: chunk [0, 1] is stored under `0.1`, never under `00.1`.
+            if _is_in_grid(index, zarr.stored_grid) and zarr.chunk_keys.key(index) == key:
                 chunks[index] = value
     else:
-        chunks = _require_every_chunk(name, zarr, chunks_by_key, is_complete)
+        # The grid of a malicious document may be huge: at most one index more than values is visited.
+        for index in itertools.islice(_iter_indices(zarr.stored_grid), len(chunks_by_key) + 1):
+            key = zarr.chunk_keys.key(index)
+            value = chunks_by_key.get(key)
+            if value is None:
+                raise _missing_chunk_error(name, key, is_complete)
+            chunks[index] = value
     if len(chunks_by_key) > len(chunks):
         extra_key = next(iter(chunks_by_key.keys() - set(map(zarr.chunk_keys.key, chunks))))
         what = f"the index of {name} has chunk {quote_name(extra_key)}"
         raise DamagedError(what, f"its grid is {zarr.stored_grid}", GET_AGAIN_HINT)
     if zarr.sharding:
         return dict(_iter_shard_chunks(name, zarr, zarr.sharding, chunks, values, is_complete))
-    return chunks
-
-
-def _require_every_chunk(
-    name: str, zarr: ZarrArray, chunks_by_key: Mapping[str, StoredValue], is_complete: bool
-) -> StoredChunks:
-    chunks: StoredChunks = {}
-    # The grid of a malicious document may be huge: at most one index more than values is visited.
-    for index in itertools.islice(_iter_indices(zarr.stored_grid), len(chunks_by_key) + 1):
-        key = zarr.chunk_keys.key(index)
-        value = chunks_by_key.get(key)
-        if value is None:
-            raise _missing_chunk_error(name, key, is_complete)
-        chunks[index] = value
     return chunks
 
 
@@ -292,20 +290,6 @@ def _missing_chunk_error(name: str, key: str, is_complete: bool) -> PrepError:
     else:
         why = "chunks equal to the fill value are not stored, and the fill value is not 0"
     return DamagedError(f"chunk {key} of {name} is missing", why, GET_AGAIN_HINT)
-
-
-def _index_of_key(zarr: ZarrArray, key: str) -> ChunkIndex | None:
-    """Return the index of a chunk, e.g. (1, 20) for `c/1/20`, or None if the key is not one of the array."""
-    index: ChunkIndex = ()
-    # The key of the only chunk of a scalar is `0` or `c`, which is not an index.
-    if zarr.shape:
-        # Longer numbers exceed int64, and a hostile key may have millions of digits.
-        numbers = re.findall("[0-9]+", key)
-        index = tuple(int(digits) for digits in numbers if len(digits) < 19)
-    # Other spellings of a key are ignored: chunk [0, 1] is stored under `0.1`, never under `00.1`.
-    if _is_in_grid(index, zarr.stored_grid) and zarr.chunk_keys.key(index) == key:
-        return index
-    return None
 
 
 def _is_in_grid(index: Sequence[int], grid: Sequence[int]) -> bool:
@@ -330,7 +314,13 @@ def _iter_shard_chunks(
         values.count_chunks(math.prod(chunks_per_shard))
         key = zarr.chunk_keys.key(shard_index)
         try:
-            ranges = _read_shard_index(sharding, shard, values)
+            shard_nbytes = stored_nbytes(shard)
+            nbytes = sharding.index_nbytes
+            if nbytes > min(shard_nbytes, MAX_SHARD_INDEX_NBYTES):
+                raise ValueError(f"its index takes {nbytes:,} bytes, it has {shard_nbytes:,}")
+            offset = shard_nbytes - nbytes if sharding.index_is_at_end else 0
+            index = values.read_value(_slice_value(shard, offset, nbytes), nbytes)
+            ranges = sharding.parse_index(index, shard_nbytes)
         except ValueError as error:
             what = f"shard {key} of {name} is broken"
             raise DamagedError(what, str(error), GET_AGAIN_HINT) from error
@@ -359,19 +349,6 @@ def _slice_value(value: StoredValue, offset: int, nbytes: int) -> StoredValue:
     return StoredRange(value.file, value.offset + offset, nbytes)
 
 
-def _read_shard_index(
-    sharding: ZarrSharding, shard: StoredValue, values: ItemValues
-) -> list[tuple[int, int]]:
-    """Return the offset and size of each chunk of a shard. Raise ValueError if its index is broken."""
-    shard_nbytes = stored_nbytes(shard)
-    nbytes = sharding.index_nbytes
-    if nbytes > min(shard_nbytes, MAX_SHARD_INDEX_NBYTES):
-        raise ValueError(f"its index takes {nbytes:,} bytes, it has {shard_nbytes:,}")
-    offset = shard_nbytes - nbytes if sharding.index_is_at_end else 0
-    index = values.read_value(_slice_value(shard, offset, nbytes), nbytes)
-    return sharding.parse_index(index, shard_nbytes)
-
-
 def check_chunk_tables(
     folder: AnyPath,
     arrays: Sequence[Array],
@@ -388,31 +365,9 @@ def check_chunk_tables(
     if absent > _MAX_ABSENT_CHUNKS:
         why = f"{absent:,} chunks are not stored and read as zeros, the limit is {_MAX_ABSENT_CHUNKS:,}"
         raise PrepError(f"{folder} has too many missing chunks", why, GET_AGAIN_HINT)
-    _check_chunk_ranges(arrays, tables, files)
-
-
-def _check_chunk_sizes(item: Array, codec_names: Sequence[str], chunks: StoredChunks) -> None:
-    """Raise PrepError if a chunk without compression does not have the size of its elements."""
-    expected_nbytes = item.chunk_nbytes
-    for name in codec_names:
-        if not CODECS[name].is_checksum:
-            return
-        expected_nbytes += CRC32C_NBYTES
-    for index, value in chunks.items():
-        nbytes = stored_nbytes(value)
-        if nbytes != expected_nbytes:
-            why = f"it has {nbytes:,} bytes, {item.chunk_shape} of {item.dtype} has {expected_nbytes:,}"
-            what = f"chunk {chunk_label(index)} of {quote_name(item.name)} has the wrong size"
-            raise DamagedError(what, why, GET_AGAIN_HINT)
-
-
-def _check_chunk_ranges(
-    arrays: Sequence[Array], chunks: Sequence[StoredChunks], files: Sequence[AnyPath]
-) -> None:
-    """Raise PrepError if a chunk exceeds its file or overlaps another chunk."""
     sizes = [stat_indexed_file(file).st_size for file in files]
     ranges: list[tuple[int, int, int, int]] = []
-    for array_number, table in enumerate(chunks):
+    for array_number, table in enumerate(tables):
         for stored in table.values():
             if isinstance(stored, StoredRange):
                 end = stored.offset + stored.nbytes
@@ -436,6 +391,21 @@ def _check_chunk_ranges(
             )
 
 
+def _check_chunk_sizes(item: Array, codec_names: Sequence[str], chunks: StoredChunks) -> None:
+    """Raise PrepError if a chunk without compression does not have the size of its elements."""
+    expected_nbytes = item.chunk_nbytes
+    for name in codec_names:
+        if not CODECS[name].is_checksum:
+            return
+        expected_nbytes += CRC32C_NBYTES
+    for index, value in chunks.items():
+        nbytes = stored_nbytes(value)
+        if nbytes != expected_nbytes:
+            why = f"it has {nbytes:,} bytes, {item.chunk_shape} of {item.dtype} has {expected_nbytes:,}"
+            what = f"chunk {chunk_label(index)} of {quote_name(item.name)} has the wrong size"
+            raise DamagedError(what, why, GET_AGAIN_HINT)
+
+
 def collect_chunks(
     arrays: Sequence[Array], chunks: Iterable[WrittenChunk], *, is_compressed: bool
 ) -> list[WrittenArray]:
@@ -449,7 +419,16 @@ def collect_chunks(
     for chunk in chunks:
         item = arrays[chunk.array]
         files, offsets, sizes = columns[chunk.array]
-        number = _chunk_number(item.name, grids[chunk.array], chunk.index)
+        grid = grids[chunk.array]
+        # The index is a number with the grid's extents as its base, e.g. [1, 2] in [2, 3] is 1 * 3 + 2.
+        number = 0
+        is_inside = len(chunk.index) == len(grid)
+        for position, extent in zip(chunk.index, grid):
+            number = number * extent + position
+            is_inside = is_inside and 0 <= position < extent
+        if not is_inside:
+            what = f"the index of {item.name} has chunk {chunk_label(chunk.index)}"
+            raise PrepError(what, f"its grid is {grid}", BUG_HINT)
         if not is_compressed and chunk.nbytes != item.chunk_nbytes:
             why = f"it has {chunk.nbytes:,} bytes, {item.chunk_shape} of {item.dtype} has {item.chunk_nbytes:,}"
             what = f"chunk {chunk_label(chunk.index)} of {item.name} has the wrong size"
@@ -468,20 +447,6 @@ def collect_chunks(
             raise PrepError(what, "the plan does not place it", BUG_HINT)
         written.append((item, ChunkTable((0,) * len(grid), grid, files, offsets, sizes)))
     return written
-
-
-def _chunk_number(name: str, grid: tuple[int, ...], index: ChunkIndex) -> int:
-    """Return the number of a chunk in C order. Raise PrepError if it is outside of the grid."""
-    # The index is a number with the grid's extents as its base, e.g. [1, 2] in [2, 3] is 1 * 3 + 2.
-    number = 0
-    is_inside = len(index) == len(grid)
-    for position, extent in zip(index, grid):
-        number = number * extent + position
-        is_inside = is_inside and 0 <= position < extent
-    if not is_inside:
-        what = f"the index of {name} has chunk {chunk_label(index)}"
-        raise PrepError(what, f"its grid is {grid}", BUG_HINT)
-    return number
 
 
 def encode_documents(

@@ -1,7 +1,7 @@
 """The formats of checkpoints. Every fact that differs between them is in a row of `FORMATS`.
 
-A new format is a module that reads its files, and a row here. A format whose files need more than `openers.hf_folder`
-also has an opener of its own.
+A new format is a module that reads its files, and a row here. A format whose files need more than
+`openers.tensor_files` also has an opener of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prepcli.stores.paths import AnyPath
 Kind = Literal["safetensors", "orbax", "torch", "meta", "dcp", "flax", "easylm", "adapter", "gguf"]
 # Names at the top of a folder -> names of files.
 Select = Callable[[Sequence[str]], Sequence[str]]
-HF_FOLDER_OPENER = "hf_folder"
+HF_FOLDER_OPENER = "tensor_files.read_folder"
 
 
 def _no_files(names: Sequence[str]) -> Sequence[str]:
@@ -33,7 +33,7 @@ class Format:
 
     Attributes:
         title: Name in messages.
-        opener: Module of `sources.openers`. Its function `read` returns the source of a located checkpoint.
+        opener: Module of `sources.openers`, and its function that returns the source of a located checkpoint.
         read_files: Reads the headers of a folder or file. None if a tensor may be several arrays.
         iter_tensors: Yields the tensors of a folder, and reads a file when its first tensor is needed. By default,
             `read_files` reads all of them.
@@ -97,14 +97,14 @@ FORMATS: Mapping[Kind, Format] = {
     ),
     "meta": Format(
         title="PyTorch in Meta's layout",
-        opener="meta_folder",
+        opener="meta_folder.read",
         select=torch_files.select_meta_files,
         select_downloads=torch_files.select_meta_files,
         settings_files=(torch_files.META_PARAMS_FILE,),
     ),
     "flax": Format(
         title="Flax msgpack",
-        opener="flax_tree",
+        opener="tensor_files.read_flax",
         read_files=partial(msgpack.read_flax_files, kind="flax"),
         select=msgpack.select_named_flax_files,
         select_other=msgpack.select_other_flax_files,
@@ -116,7 +116,7 @@ FORMATS: Mapping[Kind, Format] = {
     ),
     "easylm": Format(
         title="EasyLM stream",
-        opener="flax_tree",
+        opener="tensor_files.read_flax",
         read_files=partial(msgpack.read_flax_files, kind="easylm"),
         select=msgpack.select_streams,
         has_layouts=True,
@@ -124,22 +124,22 @@ FORMATS: Mapping[Kind, Format] = {
     ),
     "dcp": Format(
         title="torch distributed checkpoint",
-        opener="dcp_folder",
+        opener="tensor_files.read_dcp",
         read_files=torch_dcp.read_dcp_folder,
         select=torch_dcp.select_dcp_files,
         suffixes=(torch_dcp.SUFFIX,),
         has_hf_names=True,
         has_layouts=True,
     ),
-    "orbax": Format(title="orbax", opener="orbax_item", has_layouts=True),
+    "orbax": Format(title="orbax", opener="orbax_item.read", has_layouts=True),
     "adapter": Format(
         title="adapter of PEFT",
-        opener="peft_folder",
+        opener="tensor_files.read_adapter",
         read_files=safetensors.read_adapter_files,
         settings_files=(safetensors.ADAPTER_CONFIG,),
         has_recorded_headers=True,
     ),
-    "gguf": Format(title="GGUF", opener="gguf_file"),
+    "gguf": Format(title="GGUF", opener="gguf_file.read"),
 }
 INDEX_FILES = tuple(row.index_file for row in FORMATS.values() if row.index_file)
 # Suffixes of all weight files that prep reads from a folder.

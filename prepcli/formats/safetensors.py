@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import operator
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from prepcli.formats.model_files import (
 from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.tensors import array_bits
 from prepcli.stores.files import list_folder, open_regular_file, stat_file, unreadable_error
-from prepcli.stores.paths import AnyPath, StoreStat
+from prepcli.stores.paths import AnyPath
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -97,17 +96,55 @@ ShardContents: TypeAlias = tuple[str, Sequence[LayoutEntry], int | None]
 def read_safetensors_header(path: AnyPath, file_number: int) -> FileHeader:
     """Read the header of a safetensors file.
 
-    Args:
-        path: Path of the file.
-        file_number: Number of the file in its model, stored in the tensors.
-
     Raises:
         PrepError: The file is unreadable or invalid. No other exception is raised, whatever the file holds.
     """
-    file_stat, header_bytes = _read_header_bytes(path)
+    file_stat = stat_file(path)
     try:
-        metadata, tensors = _parse_header(header_bytes, file_number)
-        end = _check_contiguous(tensors, len(header_bytes))
+        with open_regular_file(path) as stream:
+            first_bytes = stream.read(64)
+            nbytes = int.from_bytes(first_bytes[:LENGTH_NBYTES], "little")
+            if len(first_bytes) < LENGTH_NBYTES or not 0 < nbytes <= MAX_HEADER_NBYTES:
+                if format_error := other_format_error(path, first_bytes, "safetensors"):
+                    raise format_error
+                if len(first_bytes) < LENGTH_NBYTES:
+                    count = count_text(len(first_bytes), "byte")
+                    why = f"it has {count}, the length of its header alone takes {LENGTH_NBYTES}"
+                    raise DamagedError(f"{path.name} is cut short", why, download_again_hint(path))
+                why = f"its header length is {nbytes:,} bytes, valid: 1 to {MAX_HEADER_NBYTES:,}"
+                raise DamagedError(f"{path.name} is not a safetensors file", why, GET_AGAIN_HINT)
+            stream.seek(0)
+            header_bytes = stream.read(min(LENGTH_NBYTES + nbytes, file_stat.st_size))
+    except OSError as error:
+        raise unreadable_error(path, error) from error
+    if len(header_bytes) < LENGTH_NBYTES + nbytes:
+        raise _wrong_size_error(path, LENGTH_NBYTES + nbytes, len(header_bytes))
+    try:
+        metadata: tuple[tuple[str, str], ...] = ()
+        tensors: list[Array] = []
+        names: set[str] = set()
+        for name, entry in _iter_entries(header_bytes):
+            if name in names:
+                raise ValueError(f"it has {quote_name(name)} twice")
+            names.add(name)
+            if name != METADATA_KEY:
+                tensors.append(_parse_tensor(name, entry, file_number, len(header_bytes)))
+                continue
+            for key, value in entry.items():
+                if not isinstance(value, str):
+                    raise ValueError(f"its {METADATA_KEY} must hold only text")
+                # Python's JSON accepts half of a surrogate pair, other parsers do not.
+                value.encode()
+                metadata += ((key, value),)
+        tensors.sort(key=operator.attrgetter("offset", "nbytes"))
+        end = len(header_bytes)
+        for tensor in tensors:
+            if tensor.offset != end:
+                problem = "hole" if tensor.offset > end else "overlap"
+                raise ValueError(
+                    f"{problem}: {quote_name(tensor.name)} starts at byte {tensor.offset:,}, not {end:,}"
+                )
+            end += tensor.nbytes
     except ValueError as error:
         raise DamagedError(
             f"{path.name} has a broken header", str(error), damage_hint(path, error)
@@ -140,23 +177,25 @@ def read_safetensors_folder(folder: AnyPath) -> ModelFiles:
     """Read the headers of a model's files, in the order of file names. Links are followed.
 
     The files and tensors are the ones in the index, else model.safetensors, else all *.safetensors.
-
-    Raises:
-        PrepError: The folder is unreadable, or a file or tensor of the index is missing.
     """
     names, weight_map = list_weight_files(folder, select_safetensors_files(list_folder(folder)))
     if weight_map is None:
-        _check_model(folder, names)
+        if not names:
+            raise PrepError(
+                f"{folder} has no safetensors files",
+                "no name ends with .safetensors",
+                "pass the folder that contains them",
+            )
+        if ADAPTER_FILE in names:
+            why = f"{ADAPTER_FILE} has only the weights that are added to a base model"
+            raise PrepError(f"{folder} is an adapter, not a model", why, ADAPTER_HINT)
+        check_numbered_files(folder, names)
     paths = [folder / name for name in names]
     return read_model_files(folder, paths, read_safetensors_header, weight_map)
 
 
 def read_adapter_files(folder: AnyPath) -> ModelFiles:
-    """Read the header of an adapter's tensors.
-
-    Raises:
-        PrepError: The file is missing or broken.
-    """
+    """Read the header of an adapter's tensors."""
     path = folder / ADAPTER_FILE
     if not path.is_file():
         hint = "PEFT's `save_pretrained` writes it; `adapter_model.bin` is not supported"
@@ -181,57 +220,6 @@ def iter_folder_tensors(folder: AnyPath) -> Iterator[Array]:
 # Functions for a single file
 
 
-def _read_header_bytes(path: AnyPath) -> tuple[os.stat_result | StoreStat, bytes]:
-    """Return the file's stat and its bytes before the payload: the length and the JSON header."""
-    file_stat = stat_file(path)
-    try:
-        with open_regular_file(path) as stream:
-            first_bytes = stream.read(64)
-            nbytes = int.from_bytes(first_bytes[:LENGTH_NBYTES], "little")
-            if len(first_bytes) < LENGTH_NBYTES or not 0 < nbytes <= MAX_HEADER_NBYTES:
-                raise _wrong_format_error(path, first_bytes, nbytes)
-            stream.seek(0)
-            header_bytes = stream.read(min(LENGTH_NBYTES + nbytes, file_stat.st_size))
-    except OSError as error:
-        raise unreadable_error(path, error) from error
-    if len(header_bytes) < LENGTH_NBYTES + nbytes:
-        raise _wrong_size_error(path, LENGTH_NBYTES + nbytes, len(header_bytes))
-    return file_stat, header_bytes
-
-
-def _wrong_format_error(path: AnyPath, first_bytes: bytes, nbytes: int) -> PrepError:
-    """Return the error for a file that does not start with a valid header length."""
-    if error := other_format_error(path, first_bytes, "safetensors"):
-        return error
-    if len(first_bytes) < LENGTH_NBYTES:
-        why = f"it has {count_text(len(first_bytes), 'byte')}, the length of its header alone takes {LENGTH_NBYTES}"
-        return DamagedError(f"{path.name} is cut short", why, download_again_hint(path))
-    why = f"its header length is {nbytes:,} bytes, valid: 1 to {MAX_HEADER_NBYTES:,}"
-    return DamagedError(f"{path.name} is not a safetensors file", why, GET_AGAIN_HINT)
-
-
-def _parse_header(raw: bytes, file_number: int) -> tuple[tuple[tuple[str, str], ...], list[Array]]:
-    """Return metadata and tensors in the order of their bytes. Raise ValueError if it is invalid."""
-    metadata: tuple[tuple[str, str], ...] = ()
-    tensors: list[Array] = []
-    names: set[str] = set()
-    for name, entry in _iter_entries(raw):
-        if name in names:
-            raise ValueError(f"it has {quote_name(name)} twice")
-        names.add(name)
-        if name != METADATA_KEY:
-            tensors.append(_parse_tensor(name, entry, file_number, len(raw)))
-            continue
-        for key, value in entry.items():
-            if not isinstance(value, str):
-                raise ValueError(f"its {METADATA_KEY} must hold only text")
-            # Python's JSON accepts half of a surrogate pair, other parsers do not.
-            value.encode()
-            metadata += ((key, value),)
-    tensors.sort(key=operator.attrgetter("offset", "nbytes"))
-    return metadata, tensors
-
-
 def _iter_entries(raw: bytes) -> Iterator[tuple[str, JsonObject]]:
     """Yield name and content of each entry, parsed one by one to bound the memory of malicious headers."""
     if _EMPTY_OBJECT.fullmatch(raw, LENGTH_NBYTES):
@@ -246,7 +234,22 @@ def _iter_entries(raw: bytes) -> Iterator[tuple[str, JsonObject]]:
         if common_match is not None and common_match.end() - offset <= MAX_ENTRY_NBYTES:
             offset = common_match.end()
             separator = common_match[6]
-            yield _parse_common_entry(common_match)
+            name, code, shape, start, stop, _ = common_match.groups()
+            try:
+                decoded_name = name.decode()
+            except UnicodeError as error:
+                raise ValueError("its text is not UTF-8") from error
+            extents: list[JsonValue] = []
+            if shape:
+                extents += map(int, shape.split(b","))
+            yield (
+                decoded_name,
+                {
+                    "dtype": code.decode(),
+                    "shape": extents,
+                    "data_offsets": [int(start), int(stop)],
+                },
+            )
             continue
         entry_match = _ENTRY.match(raw, offset)
         if entry_match is None or entry_match.end(1) - entry_match.start(1) > MAX_ENTRY_NBYTES:
@@ -263,23 +266,6 @@ def _iter_entries(raw: bytes) -> Iterator[tuple[str, JsonObject]]:
         separator = entry_match[2]
     if not _BLANK.fullmatch(raw, offset):
         raise ValueError(f"text follows its end at byte {offset:,}")
-
-
-def _parse_common_entry(match: re.Match[bytes]) -> tuple[str, JsonObject]:
-    """Return name and content of a common entry without the JSON parser, which takes three times as long."""
-    name, code, shape, start, stop, _ = match.groups()
-    try:
-        decoded_name = name.decode()
-    except UnicodeError as error:
-        raise ValueError("its text is not UTF-8") from error
-    extents: list[JsonValue] = []
-    if shape:
-        extents += map(int, shape.split(b","))
-    return decoded_name, {
-        "dtype": code.decode(),
-        "shape": extents,
-        "data_offsets": [int(start), int(stop)],
-    }
 
 
 def _parse_tensor(name: str, entry: JsonObject, file_number: int, data_start: int) -> Array:
@@ -317,34 +303,7 @@ def _are_counts(values: object) -> TypeGuard[list[int]]:
     return all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
-def _check_contiguous(tensors: Sequence[Array], data_start: int) -> int:
-    """Return the end offset of tensors in layout order. Raise ValueError for holes and overlaps."""
-    end = data_start
-    for tensor in tensors:
-        if tensor.offset != end:
-            problem = "hole" if tensor.offset > end else "overlap"
-            raise ValueError(
-                f"{problem}: {quote_name(tensor.name)} starts at byte {tensor.offset:,}, not {end:,}"
-            )
-        end += tensor.nbytes
-    return end
-
-
 # Functions for a folder
-
-
-def _check_model(folder: AnyPath, names: Sequence[str]) -> None:
-    """Raise PrepError if files without an index are not a model, or a numbered file is missing."""
-    if not names:
-        raise PrepError(
-            f"{folder} has no safetensors files",
-            "no name ends with .safetensors",
-            "pass the folder that contains them",
-        )
-    if ADAPTER_FILE in names:
-        why = f"{ADAPTER_FILE} has only the weights that are added to a base model"
-        raise PrepError(f"{folder} is an adapter, not a model", why, ADAPTER_HINT)
-    check_numbered_files(folder, names)
 
 
 def _wrong_size_error(path: AnyPath, expected_nbytes: int, actual_nbytes: int) -> PrepError:
@@ -382,10 +341,21 @@ def encode_header(tensors: Sequence[LayoutEntry], page_offset: int | None = 0) -
             header is too large.
     """
     ends = list(accumulate((nbytes for *_, nbytes in tensors), initial=0))
-    header_entries = {
-        entry[0]: _describe_tensor(entry, start_offset, stop_offset)
-        for entry, start_offset, stop_offset in zip(tensors, ends, ends[1:])
-    }
+    header_entries: dict[str, dict[str, object]] = {}
+    for (name, dtype, shape, nbytes), start, stop in zip(tensors, ends, ends[1:]):
+        if array_bits(dtype, shape) != 8 * nbytes:
+            bits = f"{array_bits(dtype, shape):,} bits"
+            why = f"{dtype} {list(shape)} takes {bits}, its entry has {nbytes:,} bytes"
+            hint = "this is a bug in prep: nothing was written"
+            raise PrepError(f"{name} cannot be stored as safetensors", why, hint)
+        if dtype not in DTYPE_CODES:
+            why = "safetensors has no such dtype"
+            raise PrepError(f"{name} is {dtype}", why, text("{} keeps it", Command("reshard")))
+        header_entries[name] = {
+            "dtype": DTYPE_CODES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, stop],
+        }
     if len(header_entries) != len(tensors):
         raise ValueError("a tensor name occurs twice")
     if METADATA_KEY in header_entries:
@@ -418,9 +388,15 @@ def encode_header(tensors: Sequence[LayoutEntry], page_offset: int | None = 0) -
 
 def lay_out_files(files: Sequence[ShardContents]) -> tuple[SafetensorsLayout, ...]:
     """Return the layout of each file with the offsets of its tensors. Raises the errors of `encode_header`."""
-    return tuple(
-        _lay_out_file(file_number, *contents) for file_number, contents in enumerate(files)
-    )
+    layouts: list[SafetensorsLayout] = []
+    for number, (name, entries, page_offset) in enumerate(files):
+        header = encode_header(entries, page_offset)
+        offsets = list(accumulate((nbytes for *_, nbytes in entries), initial=len(header)))
+        tensors: list[Array] = []
+        for (tensor, dtype, shape, _), offset in zip(entries, offsets):
+            tensors.append(whole_array(tensor, dtype, shape, (number, offset)))
+        layouts.append(SafetensorsLayout(name, header, tuple(tensors), offsets[-1]))
+    return tuple(layouts)
 
 
 def split_into_shards(
@@ -430,12 +406,6 @@ def split_into_shards(
     suffix: str = "safetensors",
 ) -> list[tuple[str, list[LayoutEntry]]]:
     """Split entries into files of at most `max_shard_nbytes` of payload. A larger tensor gets a separate file.
-
-    Args:
-        entries: Entries in layout order.
-        max_shard_nbytes: Limit of a file's payload.
-        stem: Start of the file names.
-        suffix: Suffix of the file names, without the dot.
 
     Returns:
         File name and entries of each file, in order.
@@ -467,27 +437,3 @@ def encode_index(layouts: Sequence[SafetensorsLayout]) -> bytes:
         "weight_map": dict(sorted(weight_map.items())),
     }
     return json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
-
-
-def _describe_tensor(entry: LayoutEntry, start: int, stop: int) -> dict[str, object]:
-    name, dtype, shape, nbytes = entry
-    if array_bits(dtype, shape) != 8 * nbytes:
-        why = f"{dtype} {list(shape)} takes {array_bits(dtype, shape):,} bits, its entry has {nbytes:,} bytes"
-        hint = "this is a bug in prep: nothing was written"
-        raise PrepError(f"{name} cannot be stored as safetensors", why, hint)
-    if dtype not in DTYPE_CODES:
-        why = "safetensors has no such dtype"
-        raise PrepError(f"{name} is {dtype}", why, text("{} keeps it", Command("reshard")))
-    return {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
-
-
-def _lay_out_file(
-    file_number: int, name: str, entries: Sequence[LayoutEntry], page_offset: int | None
-) -> SafetensorsLayout:
-    header = encode_header(entries, page_offset)
-    offsets = list(accumulate((nbytes for *_, nbytes in entries), initial=len(header)))
-    tensors = tuple(
-        whole_array(tensor, dtype, shape, (file_number, offset))
-        for (tensor, dtype, shape, _), offset in zip(entries, offsets)
-    )
-    return SafetensorsLayout(name, header, tensors, offsets[-1])

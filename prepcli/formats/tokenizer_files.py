@@ -160,10 +160,6 @@ class LibraryTokenizer:
 def load_fast_tokenizer(file: AnyPath, data: bytes) -> LibraryTokenizer:
     """Return the tokenizer in the bytes of a tokenizer.json, without truncation and padding.
 
-    Args:
-        file: Its file, for messages.
-        data: The bytes.
-
     Raises:
         PrepError: Its ids differ from run to run.
         SandboxError: The library cannot load it.
@@ -184,12 +180,6 @@ def load_sentencepiece(
 ) -> LibraryTokenizer:
     """Return the tokenizer of a SentencePiece model.
 
-    Args:
-        file: The file, for errors.
-        data: Its content.
-        adds_bos: Put the begin token before a prompt.
-        adds_eos: Put the end token after a prompt.
-
     Raises:
         PrepError: The extra `sentencepiece` is not installed.
         SandboxError: The file is not such a model.
@@ -202,15 +192,7 @@ def load_sentencepiece(
 
 @contextmanager
 def library_errors(what: str, hint: str) -> Iterator[None]:
-    """Turn every error of a library in the block into a PrepError.
-
-    Args:
-        what: The failed operation, for the message.
-        hint: How to correct it.
-
-    Raises:
-        PrepError: The block raised an error.
-    """
+    """Turn every error of a library in the block into a PrepError."""
     try:
         yield
     except PrepError:
@@ -230,7 +212,13 @@ def encode_pieces(texts: Iterable[str]) -> bytes:
     >>> encode_pieces(["ab"]).hex(" ")
     '0a 0b 0a 02 61 62 15 00 00 00 00 18 04'
     """
-    return b"".join(map(_encode_piece, texts))
+    pieces: list[bytes] = []
+    for text in texts:
+        message = _with_length(TEXT_FIELD, text.encode())
+        message += _encode_key(SCORE_FIELD, FOUR_BYTES) + struct.pack("<f", 0.0)
+        message += _encode_key(TYPE_FIELD, VARINT) + _encode_varint(USER_DEFINED)
+        pieces.append(_with_length(PIECES_FIELD, message))
+    return b"".join(pieces)
 
 
 def read_added_texts(data: bytes) -> list[str]:
@@ -295,13 +283,6 @@ def _read_varint(data: bytes, position: int) -> tuple[int, int]:
     raise ValueError("it ends within a number")
 
 
-def _encode_piece(text: str) -> bytes:
-    message = _with_length(TEXT_FIELD, text.encode())
-    message += _encode_key(SCORE_FIELD, FOUR_BYTES) + struct.pack("<f", 0.0)
-    message += _encode_key(TYPE_FIELD, VARINT) + _encode_varint(USER_DEFINED)
-    return _with_length(PIECES_FIELD, message)
-
-
 def _with_length(number: int, data: bytes) -> bytes:
     return _encode_key(number, LENGTH) + _encode_varint(len(data)) + data
 
@@ -364,17 +345,13 @@ class VocabularyTokenizer:
         if not self.is_sentencepiece:
             return encoded
         space = self.token_id(SPACE)
-        return [self._without_space(ids, space) for ids in encoded]
-
-    def _without_space(self, ids: tuple[int, ...], space: int | None) -> tuple[int, ...]:
-        """Return the ids of a text without the added space before or after it. A text of one id stays."""
-        if len(ids) < 2:
-            return ids
-        if self.has_space_suffix and ids[-1] == space:
-            return ids[:-1]
-        if not self.has_space_suffix and ids[0] == space:
-            return ids[1:]
-        return ids
+        # Without the added space before or after a text. A text of one id stays.
+        for number, ids in enumerate(encoded):
+            if len(ids) > 1 and self.has_space_suffix and ids[-1] == space:
+                encoded[number] = ids[:-1]
+            elif len(ids) > 1 and not self.has_space_suffix and ids[0] == space:
+                encoded[number] = ids[1:]
+        return encoded
 
 
 def parse_tokenizer(path: AnyPath, data: bytes) -> VocabularyTokenizer:

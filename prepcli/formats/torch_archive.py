@@ -1,12 +1,19 @@
 """The zip archives of `torch.save`: read their tensors, and write them. Payloads stay where they are.
 
-An archive is an uncompressed zip. It has one folder with the pickle of an object and one record per storage. A tensor
-is a view of a storage. Invalid archives and objects raise ValueError.
+The directory at the end of an uncompressed zip archive is read with `zipfile`, and checked so that every reader of zip
+archives finds the same records in it. Format: section 4.3 of APPNOTE.TXT of PKWARE. An archive has one folder with the
+pickle of an object and one record per storage. A tensor is a view of a storage. Invalid archives and objects raise
+ValueError.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import struct
+import zipfile
+import zlib
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -28,9 +35,246 @@ from prepcli.formats.torch_pickle import (
     interpret_pickle,
     pickle_value,
 )
-from prepcli.formats.zip_archive import ArchiveWriter, ZipArchive
 from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.tensors import itemsize
+from prepcli.stores.files import CutShortError
+
+ZIP_MAGIC = b"PK\x03\x04"
+_ENTRY_MAGIC = b"PK\x01\x02"
+_END_MAGIC = b"PK\x05\x06"
+_END64_MAGIC = b"PK\x06\x06"
+_LOCATOR_MAGIC = b"PK\x06\x07"
+_LOCAL = struct.Struct("<4s5H3L2H")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")
+_END = struct.Struct("<4s4H2LH")
+# The records at the end of an archive: zip64 end record, its locator, end record.
+_TAIL_NBYTES = _END64.size + _LOCATOR.size + _END.size
+# A field with this value says that the zip64 extra field or end record has the number.
+_IN_ZIP64 = 0xFFFFFFFF
+_COUNT_IN_ZIP64 = 0xFFFF
+# Flags of a record. The local header of a streamed record has no sizes.
+_ENCRYPTED = 1
+_STREAMED = 8
+_UTF8 = 1 << 11
+
+# A record takes 60 to 120 bytes of the directory, and about 1 KB of memory.
+MAX_DIRECTORY_NBYTES = 16 << 20
+
+
+class ZipArchive:
+    """An archive of PyTorch. Only its directory is read, records on request.
+
+    Attributes:
+        records: Records by name, without their common folder.
+        directory: Bytes of the directory.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        """Read and check the directory."""
+        self._file = file
+        start, nbytes, count = self._locate_directory()
+        self.directory = self._read(start, nbytes)
+        # `zipfile` accepts entries with a name that is cut short.
+        position = 0
+        num_entries = 0
+        while position < nbytes:
+            is_entry = self.directory.startswith(_ENTRY_MAGIC, position)
+            if not is_entry or nbytes - position < _ENTRY.size:
+                raise ValueError(f"its directory is broken at its byte {position:,}")
+            position += _ENTRY.size + sum(_ENTRY.unpack_from(self.directory, position)[10:13])
+            num_entries += 1
+        if position > nbytes:
+            raise CutShortError("its directory is cut short")
+        try:
+            archive = zipfile.ZipFile(file)
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+            raise ValueError(f"its directory is broken: {error}") from error
+        infos = archive.infolist()
+        if not num_entries == len(infos) == count or archive.start_dir != start:
+            raise ValueError(f"its directory has {num_entries:,} entries, its end record {count:,}")
+        for name in (info.orig_filename for info in infos):
+            has_dots = any(part in ("", "..", ".") for part in name.split("/"))
+            if has_dots or "\\" in name or "\0" in name:
+                what = f"it has a record called {quote_name(name)}"
+                raise ValueError(f"{what}, which is not a plain path")
+        names = [info.orig_filename for info in infos]
+        pickles = [name for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
+        if len(set(pickles)) != 1:
+            raise ValueError(f"it is a zip archive with {len(pickles)} pickles of tensors, not one")
+        root = pickles[0].removesuffix("data.pkl")
+        if strays := [name for name in names if not name.startswith(root)]:
+            raise ValueError(f"{quote_name(strays[0])} in it is not under {quote_name(root)}")
+        self.records: dict[str, zipfile.ZipInfo] = {}
+        for info in infos:
+            name = info.orig_filename.removeprefix(root)
+            # Readers differ in which of two records they take: one file would hold two models.
+            if self.records.setdefault(name, info) is not info:
+                raise ValueError(f"it has {quote_name(info.orig_filename)} twice")
+            if info.header_offset >= start:
+                raise ValueError(f"{quote_name(name)} overlaps its directory")
+        self._starts = [*sorted(info.header_offset for info in infos), start]
+
+    def locate(self, name: str) -> tuple[int, int]:
+        """Return offset and size of a record, which no other record overlaps.
+
+        Raises:
+            ValueError: There is none, it is compressed, or its local header disagrees with the directory.
+        """
+        info = self.records.get(name)
+        if info is None:
+            raise ValueError(f"it has no record {quote_name(name)}")
+        is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & _ENCRYPTED
+        is_whole = info.compress_size == info.file_size and info.volume in (0, _COUNT_IN_ZIP64)
+        if not is_plain or not is_whole:
+            why = f"{quote_name(name)} in it is compressed or encrypted, which is not supported"
+            raise ValueError(why)
+        raw_name = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437")
+        header = self._read(info.header_offset, _LOCAL.size + len(raw_name))
+        fields = _LOCAL.unpack_from(header)
+        magic, _, flags, method = fields[:4]
+        compressed_nbytes, nbytes, name_nbytes, extra_nbytes = fields[7:]
+        has_same_name = name_nbytes == len(raw_name) and header.endswith(raw_name)
+        sizes = {compressed_nbytes, nbytes}
+        has_same_sizes = flags & _STREAMED or sizes <= {info.file_size, _IN_ZIP64}
+        if magic != ZIP_MAGIC or method or not has_same_name or not has_same_sizes:
+            raise ValueError(f"its directory and the header of {quote_name(name)} differ")
+        # PyTorch pads with the extra field of the local header, so that the data is aligned.
+        offset = info.header_offset + len(header) + extra_nbytes
+        following = bisect_right(self._starts, info.header_offset)
+        if offset + info.file_size > self._starts[following]:
+            is_last = following == len(self._starts) - 1
+            what = "its directory" if is_last else "another record"
+            raise ValueError(f"{quote_name(name)} overlaps {what}")
+        return offset, info.file_size
+
+    def read(self, name: str, max_nbytes: int) -> bytes:
+        """Return the content of a small record."""
+        offset, nbytes = self.locate(name)
+        if nbytes > max_nbytes:
+            why = f"{quote_name(name)} in it has {nbytes:,} bytes, the limit is {max_nbytes:,}"
+            raise ValueError(why)
+        return self._read(offset, nbytes)
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        self._file.seek(offset)
+        data = self._file.read(nbytes)
+        if len(data) < nbytes:
+            raise CutShortError("it is cut short")
+        return data
+
+    def _locate_directory(self) -> tuple[int, int, int]:
+        """Return offset, size and number of entries of the directory."""
+        size = self._file.seek(0, os.SEEK_END)
+        tail_nbytes = min(size, _TAIL_NBYTES)
+        tail = self._read(size - tail_nbytes, tail_nbytes).rjust(_TAIL_NBYTES, b"\0")
+        fields = _END.unpack_from(tail, _TAIL_NBYTES - _END.size)
+        magic, disk, other_disk, disk_count, count, nbytes, start, comment_nbytes = fields
+        # Other readers search for an end record in front of a comment, which PyTorch never writes.
+        if magic != _END_MAGIC or comment_nbytes:
+            if _END_MAGIC in tail:
+                raise CutShortError("bytes follow its end, or it is cut short")
+            raise CutShortError("it has no directory at its end: it is cut short")
+        if disk or other_disk or disk_count != count:
+            raise ValueError("it is one part of a split archive")
+        end = size - _END.size
+        locator_magic, _, end64, _ = _LOCATOR.unpack_from(tail, _END64.size)
+        # PyTorch always writes the zip64 end record.
+        if locator_magic == _LOCATOR_MAGIC:
+            end = size - _TAIL_NBYTES
+            magic, _, _, _, *fields = _END64.unpack_from(tail)
+            disk, other_disk, disk_count, count, nbytes, start = fields
+            is_split = disk or other_disk or disk_count != count
+            if magic != _END64_MAGIC or end64 != end or is_split:
+                raise ValueError("its zip64 end record is invalid")
+        # Other readers correct for bytes before or between the parts of an archive. PyTorch writes
+        # none, and two readers could find two directories.
+        stop = start + nbytes
+        if stop != end:
+            why = f"its directory ends at byte {stop:,}, and its end record begins at {end:,}"
+            raise ValueError(why)
+        if nbytes > MAX_DIRECTORY_NBYTES:
+            limit = f"the limit is {MAX_DIRECTORY_NBYTES:,}"
+            raise ValueError(f"its directory has {nbytes:,} bytes, {limit}")
+        return start, nbytes, count
+
+
+# Writing
+
+
+class ArchiveWriter:
+    """Collects the records of an archive in their order."""
+
+    def __init__(self) -> None:
+        self._constants: list[tuple[int, bytes]] = []
+        # Bytes from `_start` to the next payload.
+        self._start = 0
+        self._pending = bytearray()
+        self._directory: list[bytes] = []
+
+    def add(self, name: str, nbytes: int, data: bytes | None, *, alignment: int = 1) -> int:
+        """Append a record and return the offset of its data, which is None for a streamed record."""
+        raw_name = name.encode()
+        # The checksum of a streamed payload is 0. PyTorch does not compare it, as after
+        # `set_crc32_options(False)`.
+        checksum = zlib.crc32(data or b"")
+        header_offset = self._start + len(self._pending)
+        # The extra field has the numbers that do not fit in 32 bits, in this order: sizes, then the offset.
+        large: list[int] = []
+        if nbytes >= _IN_ZIP64:
+            large += [nbytes, nbytes]
+        if header_offset >= _IN_ZIP64:
+            large.append(header_offset)
+        extra = b""
+        if large:
+            extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large)
+        size = min(nbytes, _IN_ZIP64)
+        header = _ENTRY.pack(
+            *(_ENTRY_MAGIC, 45, 45, 0, 0, 0, 0, checksum, size, size),
+            *(len(raw_name), len(extra), 0, 0, 0, 0, min(header_offset, _IN_ZIP64)),
+        )
+        self._directory.append(header + raw_name + extra)
+        extra = b""
+        if size == _IN_ZIP64:
+            extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes)
+        if alignment > 1:
+            # The padding is an extra field of its own: a tag, a length and zeros.
+            end = header_offset + _LOCAL.size + len(raw_name) + len(extra) + 4
+            extra += struct.pack("<2sH", b"FB", -end % alignment) + bytes(-end % alignment)
+        # fmt: off
+        self._pending += _LOCAL.pack(
+            ZIP_MAGIC, 45, 0, 0, 0, 0, checksum, size, size, len(raw_name), len(extra)
+        )
+        # fmt: on
+        self._pending += raw_name + extra
+        offset = self._start + len(self._pending)
+        if data is None:
+            self._constants.append((self._start, bytes(self._pending)))
+            self._start = offset + nbytes
+            self._pending.clear()
+        else:
+            self._pending += data
+        return offset
+
+    def finish(self) -> tuple[tuple[tuple[int, bytes], ...], int]:
+        """Return offset and bytes of everything outside of streamed records, and the size of the archive."""
+        count = len(self._directory)
+        start = self._start + len(self._pending)
+        directory = b"".join(self._directory)
+        self._pending += directory
+        count_field = min(count, _COUNT_IN_ZIP64)
+        start_field = min(start, _IN_ZIP64)
+        if start_field == _IN_ZIP64 or count_field == _COUNT_IN_ZIP64:
+            sizes = (count, count, len(directory), start)
+            self._pending += _END64.pack(_END64_MAGIC, 44, 45, 45, 0, 0, *sizes)
+            self._pending += _LOCATOR.pack(_LOCATOR_MAGIC, 0, start + len(directory), 1)
+        fields = (0, 0, count_field, count_field, len(directory), start_field, 0)
+        self._pending += _END.pack(_END_MAGIC, *fields)
+        self._constants.append((self._start, bytes(self._pending)))
+        nbytes = self._start + len(self._pending)
+        return tuple(self._constants), nbytes
+
 
 # Payloads start at a multiple of this offset in their archive, as PyTorch aligns them.
 ALIGNMENT = 64
@@ -143,17 +387,6 @@ UNSUPPORTED_NAMES: Mapping[str, str] = {
 }  # fmt: skip
 
 
-def _find_root(names: list[str]) -> str:
-    """Return the folder of all records, with a slash. PyTorch names it after the saved file."""
-    pickles = [name for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
-    if len(set(pickles)) != 1:
-        raise ValueError(f"it is a zip archive with {len(pickles)} pickles of tensors, not one")
-    root = pickles[0].removesuffix("data.pkl")
-    if strays := [name for name in names if not name.startswith(root)]:
-        raise ValueError(f"{quote_name(strays[0])} in it is not under {quote_name(root)}")
-    return root
-
-
 class TorchArchive:
     """An archive of `torch.save`.
 
@@ -164,7 +397,7 @@ class TorchArchive:
 
     def __init__(self, file: BinaryIO) -> None:
         """Read the directory and the pickle."""
-        self._zip = ZipArchive(file, _find_root)
+        self._zip = ZipArchive(file)
         # Older versions of torch.save do not record the byte order. Their files count as little endian.
         if "byteorder" in self._zip.records and self._zip.read("byteorder", 16) != b"little":
             raise ValueError("it was written on a big-endian machine")
@@ -179,28 +412,50 @@ class TorchArchive:
     def find_tensor(self, value: object, name: str = "", file: int = 0) -> Array:
         """Return a tensor of the pickle. Raise ValueError if it is invalid."""
         call = _unwrap_parameter(value)
+        args = call.args
         num_args = TENSOR_REBUILDERS.get(call.callee.qualified_name)
         if num_args is None or call.state is not None:
             raise ValueError(_NOT_BUILT)
-        if not num_args <= len(call.args) <= max(num_args, 6) + 1:
+        # At most one mapping of flags follows the other arguments.
+        all_flags = args[max(num_args, 6) :]
+        if len(args) < num_args or len(all_flags) > 1:
             raise ValueError(_NOT_BUILT)
-        key, dtype, num_elements = _parse_storage(call.args[0])
-        storage_nbytes = num_elements * itemsize(dtype)
+        storage = args[0]
+        fields = storage.persistent_id if isinstance(storage, PersistentRef) else None
+        if not isinstance(fields, tuple) or len(fields) not in (5, 6) or fields[0] != "storage":
+            raise ValueError("it refers to an object that is not a storage")
+        storage_type = fields[1]
+        key = fields[2]
+        # `uint8` for an untyped storage.
+        dtype = None
+        if isinstance(storage_type, PickledName):
+            dtype = STORAGES.get(storage_type.qualified_name)
+        if dtype is None or not isinstance(key, str):
+            raise ValueError("it refers to a storage of an unknown type")
+        if len(fields) == 6 and fields[5] is not None:
+            what = "it refers to a part of a storage"
+            raise ValueError(f"{what} (a format of very old versions of PyTorch)")
+        storage_nbytes = _parse_count(fields[4]) * itemsize(dtype)
         if num_args == 7:
-            stored_dtype = call.args[6]
+            stored_dtype = args[6]
             if (
                 not isinstance(stored_dtype, PickledName)
                 or stored_dtype.qualified_name not in DTYPES
             ):
                 raise ValueError("its dtype is unknown")
             dtype = DTYPES[stored_dtype.qualified_name]
-        if any(map(_has_true_flag, call.args[max(num_args, 6) :])):
-            raise ValueError("it is a conjugate or negative view, whose values are not stored")
-        first = _parse_count(call.args[1])
-        shape = parse_counts(call.args[2])
+        for flags in all_flags:
+            if not isinstance(flags, PickledMapping):
+                continue
+            if len(flags.items) > MAX_FLAGS:
+                raise ValueError(_NOT_BUILT)
+            if any(flag is not False for _, flag in flags.items):
+                raise ValueError("it is a conjugate or negative view, whose values are not stored")
+        first = _parse_count(args[1])
+        shape = parse_counts(args[2])
         byte_strides = _byte_strides(
             shape,
-            parse_counts(call.args[3]),
+            parse_counts(args[3]),
             first=first,
             item_nbytes=itemsize(dtype),
             storage_nbytes=storage_nbytes,
@@ -219,14 +474,6 @@ class TorchArchive:
 def is_tensor(value: object) -> bool:
     """Return whether a value of a pickle is a tensor."""
     return isinstance(value, PickledCall) and value.callee.qualified_name in _REBUILDERS
-
-
-def _has_true_flag(metadata: object) -> bool:
-    if not isinstance(metadata, PickledMapping):
-        return False
-    if len(metadata.items) > MAX_FLAGS:
-        raise ValueError(_NOT_BUILT)
-    return any(flag is not False for _, flag in metadata.items)
 
 
 def _unwrap_parameter(value: object) -> PickledCall:
@@ -253,23 +500,6 @@ def _unwrap_parameter(value: object) -> PickledCall:
         else:
             return value
     raise ValueError(_NOT_BUILT)
-
-
-def _parse_storage(value: object) -> tuple[str, str, int]:
-    """Return key, dtype (`uint8` for an untyped storage) and number of elements of a storage."""
-    key = value.persistent_id if isinstance(value, PersistentRef) else None
-    if not isinstance(key, tuple) or len(key) not in (5, 6) or key[0] != "storage":
-        raise ValueError("it refers to an object that is not a storage")
-    storage_type = key[1]
-    dtype = (
-        STORAGES.get(storage_type.qualified_name) if isinstance(storage_type, PickledName) else None
-    )
-    if dtype is None or not isinstance(key[2], str):
-        raise ValueError("it refers to a storage of an unknown type")
-    if len(key) == 6 and key[5] is not None:
-        what = "it refers to a part of a storage"
-        raise ValueError(f"{what} (a format of very old versions of PyTorch)")
-    return key[2], dtype, _parse_count(key[4])
 
 
 def parse_counts(value: object) -> tuple[int, ...]:
@@ -316,13 +546,7 @@ def _byte_strides(
         )
     if tuple(steps) == strides(shape):
         return None
-    _check_no_overlap(shape, steps)
-    return tuple(step * item_nbytes for step in steps)
-
-
-def _check_no_overlap(shape: Sequence[int], element_strides: Sequence[int]) -> None:
-    """Raise ValueError if elements overlap, or the view has more than `MAX_RUNS` contiguous runs."""
-    pairs = zip(element_strides, shape)
+    pairs = zip(steps, shape)
     stride_extents = sorted((stride, extent) for stride, extent in pairs if extent > 1)
     if stride_extents[0][0] == 0:
         why = "it is an expanded view, whose elements share memory"
@@ -342,3 +566,4 @@ def _check_no_overlap(shape: Sequence[int], element_strides: Sequence[int]) -> N
             run_elements *= extent
     if (run_count := math.prod(shape) // run_elements) > MAX_RUNS:
         raise ValueError(f"it is a view in {run_count:,} pieces: save its `.contiguous()` copy")
+    return tuple(step * item_nbytes for step in steps)

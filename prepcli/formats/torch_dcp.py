@@ -148,7 +148,18 @@ def read_dcp_folder(folder: AnyPath) -> DcpFolder:
             parts.append(ArrayPart(archive.box, number, offset, stored.element_strides))
         with _damage_of(path, layout.name):
             _check_tiling(layout.shape, parts)
-        tensors.append(_join_parts(layout, parts))
+        named = (layout.name, layout.dtype, layout.shape)
+        if not parts:
+            joined = whole_array(*named, (0, 0))
+        elif len(parts) > 1:
+            joined = parted_array(*named, ArrayParts(tuple(parts)))
+        else:
+            part = parts[0]
+            is_in_c_order = part.strides == strides(layout.shape, itemsize(layout.dtype))
+            joined = whole_array(
+                *named, (part.file, part.offset), None if is_in_c_order else part.strides
+            )
+        tensors.append(joined)
     headers: list[FileHeader] = []
     for file in numbers:
         stat = stat_file(folder / file)
@@ -165,11 +176,7 @@ def read_dcp_folder(folder: AnyPath) -> DcpFolder:
 
 
 def read_dcp_value(folder: DcpFolder, name: str) -> object:
-    """Return a value other than a tensor.
-
-    Raises:
-        PrepError: It is missing or damaged.
-    """
+    """Return a value other than a tensor."""
     if name not in folder.archives:
         with _damage_of(folder.path / METADATA_FILE):
             raise ValueError(f"it has no {quote_name(name)}")
@@ -256,7 +263,29 @@ def _read_metadata(path: AnyPath) -> tuple[dict[str, PickledCall], _Ranges, str]
             if name in entries:
                 raise ValueError(f"it has {quote_name(name)} twice")
             entries[name] = item
-        ranges = dict(_iter_ranges(metadata.get("storage_data")))
+        ranges: _Ranges = {}
+        value = metadata.get("storage_data")
+        if not isinstance(value, PickledMapping):
+            raise ValueError("it has no list of byte ranges")
+        for key, item in value.items:
+            index = _attributes(key)
+            info = _attributes(item)
+            name = index.get("fqn")
+            file = info.get("relative_path")
+            start = info.get("offset")
+            length = info.get("length")
+            if not isinstance(name, str) or not isinstance(file, str):
+                raise ValueError("it has a byte range without a name")
+            if type(start) is not int or type(length) is not int or min(start, length) < 0:
+                raise ValueError(f"the byte range of {quote_name(name)} is invalid")
+            if info.get("transform_descriptors"):
+                raise ValueError(f"{quote_name(name)} is compressed, which prep does not support")
+            if Path(file).name != file:
+                where = f"its file {quote_name(file)} is outside of the folder"
+                raise ValueError(f"{quote_name(name)}: {where}")
+            # Values other than tensors have no offsets.
+            offsets = None if index.get("offset") is None else parse_counts(index["offset"])
+            ranges[name, offsets] = (file, start, length)
     return entries, ranges, record_digest(data)
 
 
@@ -265,33 +294,6 @@ def _attributes(value: object) -> dict[str, object]:
     if not isinstance(state, PickledMapping):
         raise ValueError("it has an object without attributes")
     return {name: attribute for name, attribute in state.items if isinstance(name, str)}
-
-
-def _iter_ranges(
-    value: object,
-) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]]:
-    """Yield the byte range of each box. A box is the part of a tensor from one rank."""
-    if not isinstance(value, PickledMapping):
-        raise ValueError("it has no list of byte ranges")
-    for key, item in value.items:
-        index = _attributes(key)
-        info = _attributes(item)
-        name = index.get("fqn")
-        file = info.get("relative_path")
-        start = info.get("offset")
-        length = info.get("length")
-        if not isinstance(name, str) or not isinstance(file, str):
-            raise ValueError("it has a byte range without a name")
-        if type(start) is not int or type(length) is not int or min(start, length) < 0:
-            raise ValueError(f"the byte range of {quote_name(name)} is invalid")
-        if info.get("transform_descriptors"):
-            raise ValueError(f"{quote_name(name)} is compressed, which prep does not support")
-        if Path(file).name != file:
-            where = f"its file {quote_name(file)} is outside of the folder"
-            raise ValueError(f"{quote_name(name)}: {where}")
-        # Values other than tensors have no offsets.
-        offsets = None if index.get("offset") is None else parse_counts(index["offset"])
-        yield (name, offsets), (file, start, length)
 
 
 # Tensors
@@ -334,7 +336,17 @@ def _parse_tensor(name: str, entry: PickledCall, ranges: _Ranges) -> _TensorLayo
         raise ValueError(f"it is a {entry.callee.qualified_name}")
     attributes = _attributes(entry)
     shape = parse_counts(attributes.get("size"))
-    dtype = _read_dtype(attributes.get("properties"))
+    properties = attributes.get("properties")
+    state = properties.state if isinstance(properties, PickledCall) else None
+    values: Iterable[object] = state if isinstance(state, tuple) else ()
+    if isinstance(state, PickledMapping):
+        values = [value for _, value in state.items]
+    for value in values:
+        if isinstance(value, PickledName) and value.qualified_name in DTYPES:
+            dtype = DTYPES[value.qualified_name]
+            break
+    else:
+        raise ValueError("it has no dtype that prep supports")
     chunks = attributes.get("chunks")
     if not isinstance(chunks, list):
         raise ValueError("it has no boxes")
@@ -350,30 +362,6 @@ def _parse_tensor(name: str, entry: PickledCall, ranges: _Ranges) -> _TensorLayo
     return _TensorLayout(name, dtype, shape, tuple(boxes))
 
 
-def _read_dtype(properties: object) -> str:
-    """Return the dtype in pickled TensorProperties, the first item of their state."""
-    state = properties.state if isinstance(properties, PickledCall) else None
-    values: Iterable[object] = state if isinstance(state, tuple) else ()
-    if isinstance(state, PickledMapping):
-        values = [value for _, value in state.items]
-    for value in values:
-        if isinstance(value, PickledName) and value.qualified_name in DTYPES:
-            return DTYPES[value.qualified_name]
-    raise ValueError("it has no dtype that prep supports")
-
-
-def _join_parts(layout: _TensorLayout, parts: Sequence[ArrayPart]) -> Array:
-    """Return the tensor of all its boxes."""
-    named = (layout.name, layout.dtype, layout.shape)
-    if not parts:
-        return whole_array(*named, (0, 0))
-    if len(parts) > 1:
-        return parted_array(*named, ArrayParts(tuple(parts)))
-    part = parts[0]
-    is_in_c_order = part.strides == strides(layout.shape, itemsize(layout.dtype))
-    return whole_array(*named, (part.file, part.offset), None if is_in_c_order else part.strides)
-
-
 def _read_archives(folder: AnyPath, boxes: Iterable[_BoxArchive]) -> dict[_BoxArchive, Array]:
     """Read the headers of boxes in the order of their bytes. Files in a store are read several at a time."""
     in_order = sorted(boxes, key=lambda box: (box.file, box.first))
@@ -383,38 +371,34 @@ def _read_archives(folder: AnyPath, boxes: Iterable[_BoxArchive]) -> dict[_BoxAr
             runs.append(run)
 
     def read(run: list[_BoxArchive]) -> list[Array]:
-        return _read_run(folder / run[0].file, run)
+        path = folder / run[0].file
+        headers: list[Array] = []
+        nbytes = stat_file(path).st_size
+        with (
+            _damage_of(path, run[0].name),
+            open_regular_file(path, buffering=_ARCHIVE_END_NBYTES) as file,
+        ):
+            for box in run:
+                with _damage_of(path, box.name):
+                    if box.stop > nbytes:
+                        raise CutShortError(f"it is cut short: it ends before byte {box.stop:,}")
+            pieces = _read_archive_ends(path, run) if isinstance(path, StorePath) else ()
+            for box in run:
+                with _damage_of(path, box.name):
+                    window = _Window(file, box.first, box.length, pieces)
+                    archive = TorchArchive(io.BufferedReader(window))
+                    # Its offset counts from the start of the archive.
+                    tensor = archive.find_tensor(archive.root)
+                    if (tensor.dtype, tensor.shape) != (box.dtype, box.shape):
+                        stored = f"{tensor.dtype} {list(tensor.shape)}"
+                        expected = f"{box.dtype} {list(box.shape)}"
+                        raise ValueError(f"it has {stored} where {expected} should be")
+                    headers.append(tensor)
+        return headers
 
     headers: dict[_BoxArchive, Array] = {}
     for run, run_headers in zip(runs, read_each(read, runs, is_remote([folder]))):
         headers.update(zip(run, run_headers))
-    return headers
-
-
-def _read_run(path: AnyPath, boxes: Sequence[_BoxArchive]) -> list[Array]:
-    """Read the headers of boxes in one file, in the order of their bytes."""
-    headers: list[Array] = []
-    nbytes = stat_file(path).st_size
-    with (
-        _damage_of(path, boxes[0].name),
-        open_regular_file(path, buffering=_ARCHIVE_END_NBYTES) as file,
-    ):
-        for box in boxes:
-            with _damage_of(path, box.name):
-                if box.stop > nbytes:
-                    raise CutShortError(f"it is cut short: it ends before byte {box.stop:,}")
-        pieces = _read_archive_ends(path, boxes) if isinstance(path, StorePath) else ()
-        for box in boxes:
-            with _damage_of(path, box.name):
-                window = _Window(file, box.first, box.length, pieces)
-                archive = TorchArchive(io.BufferedReader(window))
-                # Its offset counts from the start of the archive.
-                tensor = archive.find_tensor(archive.root)
-                if (tensor.dtype, tensor.shape) != (box.dtype, box.shape):
-                    stored = f"{tensor.dtype} {list(tensor.shape)}"
-                    expected = f"{box.dtype} {list(box.shape)}"
-                    raise ValueError(f"it has {stored} where {expected} should be")
-                headers.append(tensor)
     return headers
 
 
@@ -499,11 +483,24 @@ def encode_metadata(entries: Iterable[DcpEntry]) -> bytes:
     ranges: list[bytes] = []
     for entry in entries:
         name = memo.refer(pickle_value(entry.name))
-        zeros = memo.refer(_pickle_size([0] * len(entry.shape)))
+        numbers = pickle_value((0,) * len(entry.shape))
+        zeros = memo.refer(pickle_call("torch Size", [numbers]))
         index = {"fqn": name, "index": b"N", "offset": b"N"}
         if entry.dtype:
             index = {"fqn": name, "index": pickle_value(0), "offset": zeros}
-            stored += [name, _tensor_metadata(memo, entry, zeros)]
+            size = memo.refer(pickle_call("torch Size", [pickle_value(entry.shape)]))
+            chunk = memo.instance("ChunkStorageMetadata", {"offsets": zeros, "sizes": size})
+            layout = pickle_call("torch.serialization _get_layout", [pickle_value("torch.strided")])
+            memory_format = pickle_call(f"{DCP_MODULE} _MEM_FORMAT_ENCODING", [pickle_value(0)])
+            false = pickle_value(False)
+            state = [pickle_global(f"torch {entry.dtype}"), layout, false, memory_format, false]
+            properties = pickle_global(f"{DCP_MODULE} TensorProperties")
+            fields = {
+                "properties": memo.refer(properties + b")\x81" + pickle_tuple(state) + b"b"),
+                "size": size,
+                "chunks": b"](" + chunk + b"e",
+            }
+            stored += [name, memo.instance("TensorStorageMetadata", fields)]
         else:
             stored += [name, memo.instance("BytesStorageMetadata", {})]
         keys = [memo.refer(pickle_value(key)) for key in entry.path or (entry.name,)]
@@ -526,31 +523,6 @@ def encode_metadata(entries: Iterable[DcpEntry]) -> bytes:
     }
     metadata = memo.instance("Metadata", fields)
     return PROTO + b"".join(memo.definitions) + metadata + b"."
-
-
-def _tensor_metadata(memo: _Memo, entry: DcpEntry, zeros: bytes) -> bytes:
-    """Return a pickled TensorStorageMetadata with one chunk."""
-    size = memo.refer(_pickle_size(entry.shape))
-    chunk = memo.instance("ChunkStorageMetadata", {"offsets": zeros, "sizes": size})
-    fields = {
-        "properties": memo.refer(_pickle_properties(entry.dtype)),
-        "size": size,
-        "chunks": b"](" + chunk + b"e",
-    }
-    return memo.instance("TensorStorageMetadata", fields)
-
-
-def _pickle_properties(dtype: str) -> bytes:
-    """Return a pickled TensorProperties: dtype, layout, requires_grad, memory format and pin_memory."""
-    layout = pickle_call("torch.serialization _get_layout", [pickle_value("torch.strided")])
-    memory_format = pickle_call(f"{DCP_MODULE} _MEM_FORMAT_ENCODING", [pickle_value(0)])
-    false = pickle_value(False)
-    state = [pickle_global(f"torch {dtype}"), layout, false, memory_format, false]
-    return pickle_global(f"{DCP_MODULE} TensorProperties") + b")\x81" + pickle_tuple(state) + b"b"
-
-
-def _pickle_size(numbers: Iterable[int]) -> bytes:
-    return pickle_call("torch Size", [pickle_value(tuple(numbers))])
 
 
 class _Memo:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import BinaryIO
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
@@ -29,6 +30,7 @@ from prepcli.formats.model_files import (
 from prepcli.formats.torch_archive import (
     INT64_LIMIT,
     UNSUPPORTED_NAMES,
+    ZIP_MAGIC,
     TorchArchive,
     is_tensor,
 )
@@ -39,7 +41,6 @@ from prepcli.formats.torch_pickle import (
     PickledName,
     UnexpectedNameError,
 )
-from prepcli.formats.zip_archive import ZIP_MAGIC
 from prepcli.planning.arrays import Array
 from prepcli.stores.files import list_folder, open_regular_file, stat_file, unreadable_error
 from prepcli.stores.paths import AnyPath
@@ -93,10 +94,6 @@ class TorchObject:
 def read_torch_header(path: AnyPath, file_number: int) -> FileHeader:
     """Read the header of a PyTorch file.
 
-    Args:
-        path: Path of the file.
-        file_number: Number of the file in its model, stored in the tensors.
-
     Raises:
         PrepError: The file is unreadable or invalid. No other exception is raised, whatever the file holds.
     """
@@ -104,7 +101,21 @@ def read_torch_header(path: AnyPath, file_number: int) -> FileHeader:
     with _file_errors(path), open_regular_file(path) as file:
         archive = _open_archive(path, file)
         state_key, state_dict = _find_state_dict(archive)
-        tensors, values = _read_state_dict(archive, state_dict, file_number)
+        tensors: dict[str, Array] = {}
+        values: list[_Item] = []
+        for key, value in state_dict.items:
+            if not is_tensor(value):
+                values.append((key, value))
+                continue
+            if not isinstance(key, str):
+                what = _describe_value(key)
+                raise ValueError(f"the name of a tensor in it is not text, but {what}")
+            if key in tensors:
+                raise ValueError(f"it has {quote_name(key)} twice")
+            try:
+                tensors[key] = archive.find_tensor(value, key, file_number)
+            except ValueError as error:
+                raise ValueError(f"{quote_name(key)}: {error}") from error
     # Of a file with a state dict among other values, e.g. `epoch`.
     beside: list[_Item] = []
     if isinstance(archive.root, PickledMapping) and archive.root is not state_dict:
@@ -125,20 +136,13 @@ def read_torch_header(path: AnyPath, file_number: int) -> FileHeader:
             name = str(key) if isinstance(key, str | int) else "a key of another type"
             unread.append(quote_name(name))
         remark += f", not {join_names(unread, max_names=MAX_KEYS)}"
-    ordered = tuple(sorted(tensors, key=lambda tensor: (tensor.offset, tensor.name)))
+    ordered = tuple(sorted(tensors.values(), key=attrgetter("offset", "name")))
     digest = archive.digest
     return FileHeader(path, stat.st_size, stat.st_mtime_ns, digest, ordered, tuple(others), remark)
 
 
 def read_torch_object(path: AnyPath) -> TorchObject:
-    """Read the object of a file, such as the state dict of an optimizer.
-
-    Args:
-        path: The file.
-
-    Raises:
-        PrepError: The file is unreadable, damaged, or of a format before PyTorch 1.6.
-    """
+    """Read the object of a file, such as the state dict of an optimizer."""
     stat = stat_file(path)
     with _file_errors(path), open_regular_file(path) as file:
         archive = _open_archive(path, file)
@@ -184,15 +188,14 @@ def select_model_files(names: Iterable[str]) -> list[str]:
     for preferred in (INDEX_FILE, SINGLE_FILE):
         if preferred in names:
             return [preferred]
-    return sorted(filter(_is_candidate, names))
-
-
-def _is_candidate(name: str) -> bool:
-    """Return whether a file may hold the model of a folder that has no file of a standard name."""
-    if name.startswith(".") or not name.lower().endswith(SUFFIXES):
-        return False
-    # Parts of Meta's models are split inside tensors, so that no one of them is a model.
-    return not CONSOLIDATED_FILE.fullmatch(name) and not is_training_file(name)
+    selected: list[str] = []
+    for name in names:
+        has_suffix = name.lower().endswith(SUFFIXES) and not name.startswith(".")
+        # Parts of Meta's models are split inside tensors, so that no one of them is a model.
+        is_other = CONSOLIDATED_FILE.fullmatch(name) or is_training_file(name)
+        if has_suffix and not is_other:
+            selected.append(name)
+    return sorted(selected)
 
 
 def is_training_file(name: str) -> bool:
@@ -221,14 +224,18 @@ def select_torch_downloads(names: Sequence[str]) -> list[str]:
 
 
 def read_torch_folder(folder: AnyPath) -> ModelFiles:
-    """Read the headers of a model's files: the ones in the index, else pytorch_model.bin, else the only file.
-
-    Raises:
-        PrepError: The folder is unreadable, or a file or tensor of the index is missing.
-    """
+    """Read the headers of a model's files: the ones in the index, else pytorch_model.bin, else the only file."""
     names, weight_map = list_weight_files(folder, select_model_files(list_folder(folder)))
     if weight_map is None:
-        _check_model(folder, names)
+        if ADAPTER_FILE in names:
+            why = f"{ADAPTER_FILE} has only the weights that are added to a base model"
+            hint = "merge it first: PEFT's `merge_and_unload()`"
+            raise PrepError(f"{folder} is an adapter, not a model", why, hint)
+        check_numbered_files(folder, names)
+        if len(names) != 1 and not all(_NUMBERED_FILE.fullmatch(name) for name in names):
+            why = f"it has {len(names)} PyTorch files: {', '.join(names[:4])}"
+            hint = f"rename the file of the model to {SINGLE_FILE}"
+            raise PrepError(f"{folder} does not say which file the model is", why, hint)
     files = [folder / name for name in names]
     return read_model_files(folder, files, read_torch_header, weight_map)
 
@@ -240,7 +247,22 @@ def _open_archive(path: AnyPath, file: BinaryIO) -> TorchArchive:
     """Read the directory and the pickle of a file. Raise PrepError if it has another format."""
     first_bytes = file.read(512)
     if not first_bytes.startswith(ZIP_MAGIC):
-        raise _wrong_format_error(path, first_bytes)
+        what = f"{path.name} is not a PyTorch file"
+        # Before 1.6, PyTorch wrote pickles in a row, or a tar archive, whose magic is at byte 257.
+        if first_bytes.startswith(_PICKLE_MAGICS) or first_bytes[257:262] == b"ustar":
+            why = "it has the format of PyTorch before version 1.6"
+            command = f"`torch.save(torch.load({path.name!r}), {path.name!r})`"
+            hint = f"save it again with torch 1.6 or newer: {command}"
+            raise PrepError(f"{path.name} is not supported", why, hint)
+        if error := other_format_error(path, first_bytes, "PyTorch"):
+            raise error
+        # A safetensors file has 8 bytes of length before its JSON header.
+        if first_bytes[8:9] == b"{":
+            hint = f"if it is a safetensors file, rename it to {path.name.removesuffix(path.suffix)}.safetensors"
+            raise PrepError(what, "it starts like a safetensors file", hint)
+        if first_bytes:
+            raise DamagedError(what, f"it starts with {first_bytes[:8].hex(' ')}", GET_AGAIN_HINT)
+        raise DamagedError(f"{path.name} is damaged", "it is empty", download_again_hint(path))
     return TorchArchive(file)
 
 
@@ -253,41 +275,16 @@ def _file_errors(path: AnyPath) -> Iterator[None]:
     except OSError as error:
         raise unreadable_error(path, error) from error
     except UnexpectedNameError as error:
-        raise _unexpected_name_error(path, error.name) from error
+        if error.name in UNSUPPORTED_NAMES:
+            why = f"{UNSUPPORTED_NAMES[error.name]} (`{error.name}`)"
+            raise PrepError(f"{path.name} cannot be read", why, _SAVE_AGAIN_HINT) from error
+        message = f"{path.name} refers to {quote_name(error.name)}"
+        why = "prep runs no code of a file: it reads only tensors and plain settings"
+        raise PrepError(message, why, f"if you trust it, {_SAVE_AGAIN_HINT}") from error
     except StateDictError as error:
         raise PrepError(what, str(error), _SAVE_AGAIN_HINT) from error
     except ValueError as error:
         raise DamagedError(what, str(error), damage_hint(path, error)) from error
-
-
-def _unexpected_name_error(path: AnyPath, name: str) -> PrepError:
-    """Return the error for a pickle with a name outside of the allowed ones."""
-    if name in UNSUPPORTED_NAMES:
-        why = f"{UNSUPPORTED_NAMES[name]} (`{name}`)"
-        return PrepError(f"{path.name} cannot be read", why, _SAVE_AGAIN_HINT)
-    what = f"{path.name} refers to {quote_name(name)}"
-    why = "prep runs no code of a file: it reads only tensors and plain settings"
-    return PrepError(what, why, f"if you trust it, {_SAVE_AGAIN_HINT}")
-
-
-def _wrong_format_error(path: AnyPath, first_bytes: bytes) -> PrepError:
-    """Return the error for a file that is no zip archive."""
-    what = f"{path.name} is not a PyTorch file"
-    # Before 1.6, PyTorch wrote pickles in a row, or a tar archive, whose magic is at byte 257.
-    if first_bytes.startswith(_PICKLE_MAGICS) or first_bytes[257:262] == b"ustar":
-        why = "it has the format of PyTorch before version 1.6"
-        command = f"`torch.save(torch.load({path.name!r}), {path.name!r})`"
-        hint = f"save it again with torch 1.6 or newer: {command}"
-        return PrepError(f"{path.name} is not supported", why, hint)
-    if error := other_format_error(path, first_bytes, "PyTorch"):
-        return error
-    # A safetensors file has 8 bytes of length before its JSON header.
-    if first_bytes[8:9] == b"{":
-        hint = f"if it is a safetensors file, rename it to {path.name.removesuffix(path.suffix)}.safetensors"
-        return PrepError(what, "it starts like a safetensors file", hint)
-    if first_bytes:
-        return DamagedError(what, f"it starts with {first_bytes[:8].hex(' ')}", GET_AGAIN_HINT)
-    return DamagedError(f"{path.name} is damaged", "it is empty", download_again_hint(path))
 
 
 # The state dict
@@ -309,7 +306,21 @@ def _find_state_dict(archive: TorchArchive) -> tuple[str, PickledMapping]:
     root = archive.root
     if not isinstance(root, PickledMapping):
         raise StateDictError(f"it holds {_describe_value(root)}, not tensors by name")
-    nested = _nested_state_dicts(root)
+    # A pickle may repeat one large mapping without tensors. It is searched once.
+    has_tensors = functools.cache(_has_tensors)
+    nested: dict[str, PickledMapping] = {}
+    # A pickle may set a key twice, and PyTorch then keeps the last value. Which one is meant is not guessed.
+    keys: set[str] = set()
+    for key, value in root.items:
+        if not isinstance(key, str):
+            continue
+        if isinstance(value, PickledMapping) and has_tensors(value):
+            nested.setdefault(key, value)
+        elif key not in WRAPPERS:
+            continue
+        if key in keys:
+            raise StateDictError(f"it has {quote_name(key)} twice")
+        keys.add(key)
     candidates = [(key, value) for key, value in nested.items() if key in WRAPPERS]
     if not candidates:
         # Of other names, only the ones of a model's state dict count, e.g. no `{"cpu": tensor}` of random states.
@@ -332,26 +343,6 @@ def _find_state_dict(archive: TorchArchive) -> tuple[str, PickledMapping]:
     return candidates[0]
 
 
-def _nested_state_dicts(root: PickledMapping) -> dict[str, PickledMapping]:
-    """Return the values of a mapping that have tensors by name."""
-    # A pickle may repeat one large mapping without tensors. It is searched once.
-    has_tensors = functools.cache(_has_tensors)
-    nested: dict[str, PickledMapping] = {}
-    # A pickle may set a key twice, and PyTorch then keeps the last value. Which one is meant is not guessed.
-    keys: set[str] = set()
-    for key, value in root.items:
-        if not isinstance(key, str):
-            continue
-        if isinstance(value, PickledMapping) and has_tensors(value):
-            nested.setdefault(key, value)
-        elif key not in WRAPPERS:
-            continue
-        if key in keys:
-            raise StateDictError(f"it has {quote_name(key)} twice")
-        keys.add(key)
-    return nested
-
-
 def _has_parameters(archive: TorchArchive, mapping: PickledMapping) -> bool:
     """Return whether a mapping has a tensor with the name of a parameter, e.g. `wte.weight`, or a matrix."""
     for key, value in mapping.items:
@@ -364,27 +355,6 @@ def _has_parameters(archive: TorchArchive, mapping: PickledMapping) -> bool:
 
 def _has_tensors(mapping: PickledMapping) -> bool:
     return any(is_tensor(value) for _, value in mapping.items)
-
-
-def _read_state_dict(
-    archive: TorchArchive, state_dict: PickledMapping, file_number: int
-) -> tuple[list[Array], list[_Item]]:
-    """Return the tensors and the other values of a state dict."""
-    tensors: dict[str, Array] = {}
-    non_tensors: list[_Item] = []
-    for key, value in state_dict.items:
-        if not is_tensor(value):
-            non_tensors.append((key, value))
-            continue
-        if not isinstance(key, str):
-            raise ValueError(f"the name of a tensor in it is not text, but {_describe_value(key)}")
-        if key in tensors:
-            raise ValueError(f"it has {quote_name(key)} twice")
-        try:
-            tensors[key] = archive.find_tensor(value, key, file_number)
-        except ValueError as error:
-            raise ValueError(f"{quote_name(key)}: {error}") from error
-    return [*tensors.values()], non_tensors
 
 
 def _describe_value(value: object) -> str:
@@ -411,16 +381,3 @@ def _describe_value(value: object) -> str:
 
 
 # A folder
-
-
-def _check_model(folder: AnyPath, names: Sequence[str]) -> None:
-    """Raise PrepError if files without an index are not one model, or a numbered file is missing."""
-    if ADAPTER_FILE in names:
-        why = f"{ADAPTER_FILE} has only the weights that are added to a base model"
-        hint = "merge it first: PEFT's `merge_and_unload()`"
-        raise PrepError(f"{folder} is an adapter, not a model", why, hint)
-    check_numbered_files(folder, names)
-    if len(names) != 1 and not all(_NUMBERED_FILE.fullmatch(name) for name in names):
-        why = f"it has {len(names)} PyTorch files: {', '.join(names[:4])}"
-        hint = f"rename the file of the model to {SINGLE_FILE}"
-        raise PrepError(f"{folder} does not say which file the model is", why, hint)

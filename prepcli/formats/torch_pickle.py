@@ -265,10 +265,6 @@ class _PickleMachine:
 _Execute = Callable[[_PickleMachine, Any], object]
 
 
-def _opcodes(execute: _Execute, *names: str) -> dict[str, _Execute]:
-    return dict.fromkeys(names, execute)
-
-
 # Opcodes: https://github.com/python/cpython/blob/main/Lib/pickletools.py. A tensor in a state
 # dict of PyTorch is pickled as
 #   c torch._utils _rebuild_tensor_v2     the function, as a name
@@ -277,7 +273,7 @@ def _opcodes(execute: _Execute, *names: str) -> dict[str, _Execute]:
 #   R                                     the call, which is recorded and never made
 _OPCODES: Mapping[str, _Execute] = {
     "PROTO": lambda m, number: m.check_protocol(number),
-    **_opcodes(lambda m, _: None, "FRAME", "STOP"),
+    **dict.fromkeys(("FRAME", "STOP"), lambda m, _: None),
     "MARK": lambda m, _: m.push_mark(),
     "POP": lambda m, _: m.drop(),
     "POP_MARK": lambda m, _: m.pop_to_mark(),
@@ -285,32 +281,34 @@ _OPCODES: Mapping[str, _Execute] = {
     "NONE": lambda m, _: m.push(None),
     "NEWTRUE": lambda m, _: m.push(True),
     "NEWFALSE": lambda m, _: m.push(False),
-    **_opcodes(lambda m, value: m.push(value), "BININT", "BININT1", "BININT2", "BINFLOAT"),
-    **_opcodes(lambda m, value: m.push_int(value), "LONG1", "LONG4"),
-    **_opcodes(
-        lambda m, value: m.push_text(value), "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "BINFLOAT"), lambda m, value: m.push(value)),
+    **dict.fromkeys(("LONG1", "LONG4"), lambda m, value: m.push_int(value)),
+    **dict.fromkeys(
+        ("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"), lambda m, value: m.push_text(value)
     ),
-    **_opcodes(lambda m, value: m.push_text(value), "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
-    **_opcodes(lambda m, value: m.push_text(value), "BYTEARRAY8"),
+    **dict.fromkeys(
+        ("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"), lambda m, value: m.push_text(value)
+    ),
+    "BYTEARRAY8": lambda m, value: m.push_text(value),
     "EMPTY_TUPLE": lambda m, _: m.push(()),
     "TUPLE": lambda m, _: m.push(tuple(m.pop_to_mark())),
     "TUPLE1": lambda m, _: m.push(tuple(m.pop_values(1))),
     "TUPLE2": lambda m, _: m.push(tuple(m.pop_values(2))),
     "TUPLE3": lambda m, _: m.push(tuple(m.pop_values(3))),
-    **_opcodes(lambda m, _: m.push([]), "EMPTY_LIST", "EMPTY_SET"),
-    **_opcodes(lambda m, _: m.push(m.pop_to_mark()), "LIST", "FROZENSET"),
+    **dict.fromkeys(("EMPTY_LIST", "EMPTY_SET"), lambda m, _: m.push([])),
+    **dict.fromkeys(("LIST", "FROZENSET"), lambda m, _: m.push(m.pop_to_mark())),
     "APPEND": lambda m, _: m.extend_list(m.pop_values(1)),
-    **_opcodes(lambda m, _: m.extend_list(m.pop_to_mark()), "APPENDS", "ADDITEMS"),
+    **dict.fromkeys(("APPENDS", "ADDITEMS"), lambda m, _: m.extend_list(m.pop_to_mark())),
     "EMPTY_DICT": lambda m, _: m.push(PickledMapping()),
     "DICT": lambda m, _: m.push_mapping(),
     "SETITEM": lambda m, _: m.set_items(m.pop_values(2)),
     "SETITEMS": lambda m, _: m.set_items(m.pop_to_mark()),
-    **_opcodes(lambda m, number: m.memoize(number), "BINPUT", "LONG_BINPUT"),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), lambda m, number: m.memoize(number)),
     "MEMOIZE": lambda m, _: m.memoize(len(m.memo)),
-    **_opcodes(lambda m, number: m.push_from_memo(number), "BINGET", "LONG_BINGET"),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda m, number: m.push_from_memo(number)),
     "GLOBAL": lambda m, name: m.push_name(*name.split(" ", 1)),
     "STACK_GLOBAL": lambda m, _: m.push_name_from_stack(),
-    **_opcodes(lambda m, _: m.push_call(), "REDUCE", "NEWOBJ"),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda m, _: m.push_call()),
     "BUILD": lambda m, _: m.set_state(),
     "BINPERSID": lambda m, _: m.push(PersistentRef(m.pop())),
 }
@@ -380,7 +378,17 @@ def pickle_value(value: PickledValue) -> bytes:
             data = value.encode()
             return b"X" + struct.pack("<I", len(data)) + data
         case StoredTensor():
-            return _pickle_tensor(value)
+            storage = [
+                pickle_value("storage"),
+                pickle_global(f"torch {_STORAGE_NAMES[value.dtype]}Storage"),
+                *map(pickle_value, (value.key, "cpu", math.prod(value.shape))),
+            ]
+            arguments = [
+                pickle_tuple(storage) + b"Q",
+                *map(pickle_value, (0, value.shape, strides(value.shape, 1), False)),
+                pickle_global("collections OrderedDict") + b")R",
+            ]
+            return pickle_call("torch._utils _rebuild_tensor_v2", arguments)
         case tuple():
             return pickle_tuple(map(pickle_value, value))
         case Mapping():
@@ -390,21 +398,6 @@ def pickle_value(value: PickledValue) -> bytes:
             return pickle_mapping(items)
         case _:
             return b"](" + b"".join(map(pickle_value, value)) + b"e"
-
-
-def _pickle_tensor(tensor: StoredTensor) -> bytes:
-    """Return a tensor in C order."""
-    storage = [
-        pickle_value("storage"),
-        pickle_global(f"torch {_STORAGE_NAMES[tensor.dtype]}Storage"),
-        *map(pickle_value, (tensor.key, "cpu", math.prod(tensor.shape))),
-    ]
-    arguments = [
-        pickle_tuple(storage) + b"Q",
-        *map(pickle_value, (0, tensor.shape, strides(tensor.shape, 1), False)),
-        pickle_global("collections OrderedDict") + b")R",
-    ]
-    return pickle_call("torch._utils _rebuild_tensor_v2", arguments)
 
 
 def pickle_global(name: str) -> bytes:

@@ -173,12 +173,20 @@ def encode_zarr_document(
             codec = codec_of(compression)
             settings = codec.settings(compression.level, version.number)
             codecs.append({"configuration": settings, "name": codec.zarr3_name})
+        if dtype == "bool":
+            fill_value = False
+        elif "int" in dtype:
+            fill_value = 0
+        elif dtype.startswith("complex"):
+            fill_value = [0.0, 0.0]
+        else:
+            fill_value = 0.0
         document = {
             "chunk_grid": {"configuration": {"chunk_shape": chunk_shape}, "name": "regular"},
             "chunk_key_encoding": {"name": "default"},
             "codecs": codecs,
             "data_type": dtype,
-            "fill_value": _zero(dtype),
+            "fill_value": fill_value,
             "node_type": "array",
             "shape": shape,
             "zarr_format": 3,
@@ -186,32 +194,12 @@ def encode_zarr_document(
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def _zero(dtype: str) -> object:
-    """Return the fill value. Zarr 3 requires one, and no chunk is missing."""
-    if dtype == "bool":
-        return False
-    if "int" in dtype:
-        return 0
-    if dtype.startswith("complex"):
-        return [0.0, 0.0]
-    return 0.0
-
-
 class _UnsupportedError(ValueError):
     """A valid document of an array that prep does not read. The text follows the name of the array."""
 
 
 def parse_zarr_document(name: str, version: ZarrVersion, text: bytes) -> ZarrArray:
-    """Parse the metadata document of an array.
-
-    Args:
-        name: Quoted name of the array for errors.
-        version: Version of the array.
-        text: Content of the document.
-
-    Raises:
-        PrepError: The document is invalid, or the array uses an unsupported feature.
-    """
+    """Parse the metadata document of an array."""
     try:
         document = parse_json(text)
         if not isinstance(document, dict):
@@ -280,7 +268,22 @@ def _parse_v3(name: str, document: JsonObject) -> ZarrArray:
         if len(codecs) > 1:
             raise _UnsupportedError(f"has shards that are stored with {quote_name(codecs[1][0])}")
         _, settings = codecs[0]
-        chunk_shape, sharding = _parse_sharding(chunk_shape, settings)
+        _, inner_shape = _parse_shapes(list(chunk_shape), settings.get("chunk_shape"))
+        if any(extent % chunk_extent for extent, chunk_extent in zip(chunk_shape, inner_shape)):
+            raise ValueError(f"chunks {list(inner_shape)} do not divide shards {list(chunk_shape)}")
+        index_codecs = _byte_codec_names(_parse_codecs(settings.get("index_codecs")))
+        if index_codecs not in ((), (Crc32c.name,)):
+            raise _UnsupportedError(
+                f"has shards with an index that is stored with {', '.join(index_codecs)}"
+            )
+        location = settings.get("index_location", "end")
+        if location not in ("start", "end"):
+            raise ValueError(f"the index of a shard is at its {quote_name(str(location))}")
+        chunks_per_shard = tuple(extent // chunk for extent, chunk in zip(chunk_shape, inner_shape))
+        sharding = ZarrSharding(
+            chunk_shape, chunks_per_shard, bool(index_codecs), location == "end"
+        )
+        chunk_shape = inner_shape
         codecs = _parse_codecs(settings.get("codecs"))
     kind, key_settings = _parse_extension(document.get("chunk_key_encoding"), "chunk_key_encoding")
     separator = key_settings.get("separator", "/" if kind == "default" else ".")
@@ -295,27 +298,6 @@ def _parse_v3(name: str, document: JsonObject) -> ZarrArray:
         sharding,
         _is_zero(document.get("fill_value")),
         ChunkKeys(kind == "default", str(separator)),
-    )
-
-
-def _parse_sharding(
-    shard_shape: tuple[int, ...], settings: JsonObject
-) -> tuple[tuple[int, ...], ZarrSharding]:
-    """Return the chunk shape within a shard, and the storage of shards."""
-    _, chunk_shape = _parse_shapes(list(shard_shape), settings.get("chunk_shape"))
-    if any(extent % chunk_extent for extent, chunk_extent in zip(shard_shape, chunk_shape)):
-        raise ValueError(f"chunks {list(chunk_shape)} do not divide shards {list(shard_shape)}")
-    index_codecs = _byte_codec_names(_parse_codecs(settings.get("index_codecs")))
-    if index_codecs not in ((), (Crc32c.name,)):
-        raise _UnsupportedError(
-            f"has shards with an index that is stored with {', '.join(index_codecs)}"
-        )
-    location = settings.get("index_location", "end")
-    if location not in ("start", "end"):
-        raise ValueError(f"the index of a shard is at its {quote_name(str(location))}")
-    chunks_per_shard = tuple(extent // chunk for extent, chunk in zip(shard_shape, chunk_shape))
-    return chunk_shape, ZarrSharding(
-        shard_shape, chunks_per_shard, bool(index_codecs), location == "end"
     )
 
 

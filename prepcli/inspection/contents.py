@@ -1,9 +1,13 @@
-"""Contents of a checkpoint as stored: names, shapes, dtypes and locations, without weights or a known family."""
+"""Contents of a checkpoint as stored: names, shapes, dtypes and locations, without weights or a known family.
+
+`TreeNode` is a view of the names as a tree, with sizes summed by branch and equal layers merged.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -11,12 +15,13 @@ from typing import TypedDict
 
 from prepcli.algebra.grids import FilePosition, StoredRange
 from prepcli.core.errors import Command, PrepError, text
+from prepcli.core.formatting import format_bytes, number_runs
 from prepcli.core.json_values import HFConfig
 from prepcli.engine.blobs import DerivedArrays
 from prepcli.formats.codecs import CODECS
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.model_files import ModelFiles
-from prepcli.formats.orbax import OrbaxNonArray, read_item
+from prepcli.formats.orbax import read_item
 from prepcli.formats.orbax_chunks import dotted_name
 from prepcli.formats.registry import FORMATS, Kind
 from prepcli.models.parameters import VERBATIM, Family
@@ -34,17 +39,17 @@ from prepcli.sources.dequantized import (
     decoder_of_tensor,
     find_stored_weights,
 )
-from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.maps import TensorMap
-from prepcli.sources.model_family import find_text_part, multimodal_wrapper_prefix
-from prepcli.sources.openers.orbax_item import find_config, stored_leaves
-from prepcli.sources.opening import check_recorded_files, open_source, read_source
-from prepcli.sources.quantization import (
+from prepcli.sources.detect import (
     model_quantization,
     not_quantized_error,
     quantization_file,
     unused_quantization_note,
 )
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.maps import TensorMap
+from prepcli.sources.model_family import find_text_part, multimodal_wrapper_prefix
+from prepcli.sources.openers.orbax_item import find_config, stored_leaves
+from prepcli.sources.opening import check_recorded_files, open_source, read_source
 from prepcli.sources.references import CONFIG, NO_HINTS, SourceHints
 from prepcli.sources.source import (
     Source,
@@ -191,7 +196,22 @@ def read_contents(
     check_recorded_files(located)
     row = FORMATS[located.kind]
     if located.kind == "gguf":
-        return _gguf_contents(located, config_path)
+        source = cast_decoded(read_source(located, SourceHints(config_path)), DECODED_DTYPE)
+        names = [source.names.display_name(tensor.name) for tensor in source.tensors]
+        decoders: dict[str, GgufDecoder] = {}
+        places: dict[str, FilePosition | None] = {}
+        for tensor, name in zip(source.tensors, names):
+            decoder = decoder_of_tensor(source, tensor)
+            assert isinstance(decoder, GgufDecoder)
+            places[name] = decoder.stored[0].position
+            if decoder.type_name not in FLOAT_TYPES:
+                decoders[decoder.name] = decoder
+        return replace(
+            _source_contents(located, source, names),
+            config={**source.config, "quantization_config": dict(source.quantization)},
+            encoded_places=places,
+            decoders=tuple(decoders.values()),
+        )
     if located.item is not None:
         contents = _orbax_contents(located, located.item)
     elif row.read_files is not None:
@@ -322,29 +342,24 @@ def _stored_contents(located: LocatedCheckpoint, stored: ModelFiles) -> Checkpoi
         non_arrays=stored.others,
     )
     if located.kind == "adapter":
-        return _with_adapter_settings(contents)
+        from prepcli.sources.openers.peft_settings import read_settings
+
+        try:
+            settings = read_settings(contents.folder)
+        except PrepError as error:
+            return replace(contents, non_arrays=(f"{error.what}: {error.why}",))
+        lora = settings.lora_config()
+        summary: AdapterSummary = {
+            "rank": lora.rank,
+            "alpha": lora.alpha,
+            "use_rslora": lora.use_rslora,
+            "scaling": lora.scaling,
+            "base": settings.base_model_name_or_path,
+        }
+        return replace(contents, adapter=summary)
     if (folder / CONFIG).exists():
         return replace(contents, config=located.read_config(folder / CONFIG))
     return contents
-
-
-def _with_adapter_settings(contents: CheckpointContents) -> CheckpointContents:
-    """Return the contents with the settings. An adapter with unsupported ones can be shown, but not merged."""
-    from prepcli.sources.openers.peft_settings import read_settings
-
-    try:
-        settings = read_settings(contents.folder)
-    except PrepError as error:
-        return replace(contents, non_arrays=(f"{error.what}: {error.why}",))
-    lora = settings.lora_config()
-    summary: AdapterSummary = {
-        "rank": lora.rank,
-        "alpha": lora.alpha,
-        "use_rslora": lora.use_rslora,
-        "scaling": lora.scaling,
-        "base": settings.base_model_name_or_path,
-    }
-    return replace(contents, adapter=summary)
 
 
 def _orbax_contents(located: LocatedCheckpoint, folder: AnyPath) -> CheckpointContents:
@@ -365,7 +380,10 @@ def _orbax_contents(located: LocatedCheckpoint, folder: AnyPath) -> CheckpointCo
     names = dict.fromkeys(chain.from_iterable(array.codecs for array in item.arrays))
     # A checksum compresses nothing.
     codecs = [name for name in names if not CODECS[name].is_checksum]
-    others = [_describe_non_array(entry) for entry in item.non_arrays]
+    others: list[str] = []
+    for entry in item.non_arrays:
+        value = f"the text {entry.text!r}" if entry.is_string else f"an empty {entry.value_type}"
+        others.append(f"{dotted_name(entry.path)} is {value}")
     others += [f"{name} is in the index, but not in the tree" for name in item.unlisted_names]
     return CheckpointContents(
         display_name=located.display_name,
@@ -382,31 +400,13 @@ def _orbax_contents(located: LocatedCheckpoint, folder: AnyPath) -> CheckpointCo
     )
 
 
-def _describe_non_array(entry: OrbaxNonArray) -> str:
-    if entry.value_type == "string":
-        value = f"the text {entry.text!r}"
-    else:
-        value = f"an empty {entry.value_type}"
-    return f"{dotted_name(entry.path)} is {value}"
-
-
 def read_mapped_contents(
     located: LocatedCheckpoint,
     config_path: Path | None,
     tensor_map: TensorMap | None,
     layout: str | None = None,
 ) -> CheckpointContents:
-    """Return the contents of a checkpoint with the targets of a map or a layout as its tensors.
-
-    Args:
-        located: Result of `locate`.
-        config_path: The user's config.json, or a folder with one, if any.
-        tensor_map: The map, or None for a layout.
-        layout: Name of the layout of another library.
-
-    Raises:
-        PrepError: The checkpoint is broken, or the map or layout does not fit it.
-    """
+    """Return the contents of a checkpoint with the targets of a map or a layout as its tensors."""
     source = open_source(located, config_path, verbatim=None, tensor_map=tensor_map, layout=layout)
     # The names and shapes are those of a Hugging Face folder, in whatever format they are stored.
     located = replace(located, kind="safetensors")
@@ -433,21 +433,139 @@ def _source_contents(
     )
 
 
-def _gguf_contents(located: LocatedCheckpoint, config_path: Path | None) -> CheckpointContents:
-    """Return the contents of a GGUF model, with decoded weights."""
-    source = cast_decoded(read_source(located, SourceHints(config_path)), DECODED_DTYPE)
-    names = [source.names.display_name(tensor.name) for tensor in source.tensors]
-    decoders: dict[str, GgufDecoder] = {}
-    places: dict[str, FilePosition | None] = {}
-    for tensor, name in zip(source.tensors, names):
-        decoder = decoder_of_tensor(source, tensor)
-        assert isinstance(decoder, GgufDecoder)
-        places[name] = decoder.stored[0].position
-        if decoder.type_name not in FLOAT_TYPES:
-            decoders[decoder.name] = decoder
+# Without leading zeros: `int` and `str` must give the label back. 9 digits bound the conversion.
+_NUMBER = re.compile("0|[1-9][0-9]{0,8}")
+MAX_RUNS = 4  # runs of numbers that are listed
+# A tensor whose name is also a prefix of other names.
+SELF_LABEL = "(itself)"
+
+
+@dataclass(frozen=True, slots=True)
+class TreeNode:
+    """A branch, or a leaf for `tensors` tensors of one shape and dtype.
+
+    Attributes:
+        labels: Parts of the name. Branches with a single child are joined, e.g. `layers`,
+            `{0..31}`.
+        tensors: Number of tensors in the node.
+        nbytes: Bytes of all tensors in the node.
+        dtype: Dtype of a leaf, empty for a branch.
+        shape: Shape of each tensor of a leaf.
+        children: Nodes of a branch.
+    """
+
+    labels: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    children: tuple[TreeNode, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The labels, joined by dots."""
+        return ".".join(self.labels)
+
+
+@dataclass(slots=True)
+class _TreeBuilder:
+    entry: SourceTensor | None = None
+    children: dict[str, _TreeBuilder] = field(default_factory=dict)
+
+
+def build_tree(entries: Iterable[SourceTensor]) -> tuple[TreeNode, ...]:
+    """Build the tree of the entries, in their order."""
+    root = _TreeBuilder()
+    for entry in entries:
+        builder = root
+        for part in name_path(entry):
+            builder = builder.children.setdefault(part, _TreeBuilder())
+        builder.entry = entry
+    tree = _to_node(root)
+    if tree.labels:
+        return (tree,)
+    return tree.children
+
+
+def tree_rows(nodes: Sequence[TreeNode], depth: int = 0) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (name, shape, dtype, size) of each node, with names indented by depth."""
+    for node in nodes:
+        times = f"{node.tensors} x " if node.tensors > 1 else ""
+        shape = f"{times}{list(node.shape)}" if node.dtype else ""
+        yield f"{'  ' * depth}{node.name}", shape, node.dtype, format_bytes(node.nbytes)
+        yield from tree_rows(node.children, depth + 1)
+
+
+def count_nodes(nodes: Sequence[TreeNode]) -> int:
+    """Return the number of rows that `tree_rows` yields."""
+    return sum(1 + count_nodes(node.children) for node in nodes)
+
+
+def tree_fields(node: TreeNode) -> dict[str, object]:
+    """Return a node for JSON: a leaf has shape and dtype, a branch has children."""
+    common: dict[str, object] = {"name": node.name, "tensors": node.tensors, "bytes": node.nbytes}
+    if node.dtype:
+        return common | {"shape": node.shape, "dtype": node.dtype}
+    return common | {"children": [tree_fields(child) for child in node.children]}
+
+
+def _to_node(builder: _TreeBuilder) -> TreeNode:
+    """Convert a builder to a node. Its parent adds its label. A branch with a single child is replaced by the child."""
+    # The depth of the recursion is at most MAX_PATH_PARTS of `contents`.
+    frozen = {label: _to_node(child) for label, child in builder.children.items()}
+    numbers = sorted(int(label) for label in frozen if _NUMBER.fullmatch(label))
+    # A frozen TreeNode is hashed by its content, so equal layers are one key: 32 layers give one group.
+    groups: dict[TreeNode, list[int]] = {}
+    for number in numbers:
+        groups.setdefault(_sort_children(frozen[str(number)]), []).append(number)
+    merged: list[TreeNode] = []
+    for equal in groups.values():
+        node = _multiply_counts(frozen[str(equal[0])], len(equal))
+        texts = number_runs(equal, "..")
+        if len(texts) > MAX_RUNS:
+            texts[MAX_RUNS - 1 : -1] = ["…"]
+        label = texts[0] if len(equal) == 1 else f"{{{','.join(texts)}}}"
+        merged.append(replace(node, labels=(label, *node.labels)))
+    # The merged layers take the place of the first one.
+    nodes: list[TreeNode] = []
+    for label, child in frozen.items():
+        if not _NUMBER.fullmatch(label):
+            nodes.append(replace(child, labels=(label, *child.labels)))
+        elif merged:
+            nodes += merged
+            merged = []
+    children = tuple(nodes)
+    entry = builder.entry
+    if entry is None:
+        if len(children) == 1:
+            return children[0]
+        return _make_branch(children)
+    leaf = TreeNode((), 1, entry.nbytes, entry.dtype, entry.shape)
+    if children:
+        return _make_branch((replace(leaf, labels=(SELF_LABEL,)), *children))
+    return leaf
+
+
+def _make_branch(children: tuple[TreeNode, ...]) -> TreeNode:
+    tensors = 0
+    nbytes = 0
+    for child in children:
+        tensors += child.tensors
+        nbytes += child.nbytes
+    return TreeNode((), tensors, nbytes, children=children)
+
+
+def _sort_children(node: TreeNode) -> TreeNode:
+    """Return the node with its children sorted by label.
+
+    Layers with the same tensors in another order then compare equal. The order differs in layers split between files.
+    """
+    children = sorted(map(_sort_children, node.children), key=lambda child: child.labels)
+    return replace(node, children=tuple(children))
+
+
+def _multiply_counts(node: TreeNode, count: int) -> TreeNode:
+    children = tuple(_multiply_counts(child, count) for child in node.children)
     return replace(
-        _source_contents(located, source, names),
-        config={**source.config, "quantization_config": dict(source.quantization)},
-        encoded_places=places,
-        decoders=tuple(decoders.values()),
+        node, tensors=node.tensors * count, nbytes=node.nbytes * count, children=children
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from prepcli.algebra.axis_map import ParsedAxisMap, bind_row
+from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import did_you_mean, join_names
 from prepcli.core.json_values import HFConfig
@@ -29,7 +29,7 @@ from prepcli.sources.foreign_trees import match_foreign_tree
 from prepcli.sources.model_family import select_family
 from prepcli.sources.references import SourceHints
 from prepcli.sources.source import SourceTensor
-from prepcli.sources.tensor_match import TensorNames, detect_names
+from prepcli.sources.tensor_match import TensorNames, detect_names, family_tensors
 from prepcli.targets.orbax_item import is_tower_leaf
 
 MAX_LISTED = 3  # leaves in a message
@@ -81,7 +81,12 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
         family = manifest_family(contents.manifest | {"config": config})
         layout = contents.manifest
     else:
-        family = _family_of_save_init(contents)
+        if contents.text_part is not None and not _is_kept(contents):
+            family = contents.text_part.family
+        else:
+            types = {entry.name: (entry.dtype, entry.shape) for entry in contents.entries}
+            hints = SourceHints(verbatim=True if _is_kept(contents) else None)
+            family = select_family(contents.config, hints, types, contents.manifest)
         layout = NO_MANIFEST
     names = detect_names(family, config, full_names=[entry.name for entry in contents.entries])
     # An item has leaves, and a Hugging Face file has tensors: several of them may form one leaf.
@@ -113,7 +118,13 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
                 entry = entries.get(tensor_name)
                 shape = axis_map.source_shape
             if entry is not None:
-                _check_shape(contents, entry, shape)
+                if entry.shape != shape:
+                    why = f"its shape is {list(entry.shape)}, its config implies {list(shape)}"
+                    raise PrepError(
+                        f"{contents.display_name}: {entry.name} has the wrong shape",
+                        why,
+                        "are config.json and the weights of one model?",
+                    )
                 yield LogicalLeaf(leaf_name, tuple(dims), axis_map.leaf_shape, entry.dtype)
     yield from _other_leaves(contents)
 
@@ -121,31 +132,17 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
 def _other_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
     """Yield the leaves of towers, and in an item those of the scales of decoded weights."""
     for entry in contents.entries:
-        name = _other_leaf_name(contents, entry.name)
-        if name and entry.nbytes:
+        name = entry.name
+        if contents.kind == "orbax":
+            is_other = is_tower_leaf(name) or is_quantization_leaf(name)
+        else:
+            part = contents.text_part
+            name = name.removeprefix(contents.wrapper_prefix)
+            is_other = part is not None and not _is_kept(contents) and name not in part.names
+            name = f"{TOWERS}.{name}"
+        if is_other and entry.nbytes:
             dims = tuple((f"d{axis}",) for axis in range(len(entry.shape)))
             yield LogicalLeaf(name, dims, entry.shape, entry.dtype)
-
-
-def _other_leaf_name(contents: CheckpointContents, name: str) -> str:
-    """Return the leaf of a tensor of a tower or of scales, or an empty string for other tensors."""
-    if contents.kind == "orbax":
-        is_other = is_tower_leaf(name) or is_quantization_leaf(name)
-        return name if is_other else ""
-    part = contents.text_part
-    name = name.removeprefix(contents.wrapper_prefix)
-    if part is None or _is_kept(contents) or name in part.names:
-        return ""
-    return f"{TOWERS}.{name}"
-
-
-def _family_of_save_init(contents: CheckpointContents) -> Family:
-    """Return the family that `save-init` selects for a checkpoint of tensor files."""
-    if contents.text_part is not None and not _is_kept(contents):
-        return contents.text_part.family
-    types = {entry.name: (entry.dtype, entry.shape) for entry in contents.entries}
-    hints = SourceHints(verbatim=True if _is_kept(contents) else None)
-    return select_family(contents.config, hints, types, contents.manifest)
 
 
 def _is_kept(contents: CheckpointContents) -> bool:
@@ -153,28 +150,10 @@ def _is_kept(contents: CheckpointContents) -> bool:
     return FORMATS[contents.kind].is_hf_folder and bool(contents.decoders)
 
 
-def _check_shape(
-    contents: CheckpointContents, entry: SourceTensor, expected: tuple[int, ...]
-) -> None:
-    if entry.shape != expected:
-        why = f"its shape is {list(entry.shape)}, its config implies {list(expected)}"
-        raise PrepError(
-            f"{contents.display_name}: {entry.name} has the wrong shape",
-            why,
-            "are config.json and the weights of one model?",
-        )
-
-
 def find_leaf(
     leaves: Mapping[str, LogicalLeaf], pattern: str, display_name: str, *, names_command: Command
 ) -> LogicalLeaf:
     """Find a leaf by name, by consecutive parts of its name, or by wildcard pattern.
-
-    Args:
-        leaves: Leaves of the checkpoint, by dotted name.
-        pattern: Name, with or without `params.`, parts of a name, or a pattern with `*`.
-        display_name: Name of the checkpoint in messages.
-        names_command: Command that shows the names of all leaves.
 
     Raises:
         UsageError: No leaf or several leaves match.
@@ -217,7 +196,32 @@ def count_parameters(contents: CheckpointContents) -> int | None:
         if params:
             return sum(math.prod(entry.shape) for entry in params)
     try:
-        return _count_parameters(family, contents)
+        if _has_file_names(contents):
+            shapes = _file_shapes(family, contents)
+            if _first_missing(family, contents.config, shapes):
+                return None
+        elif FORMATS[contents.kind].has_layouts:
+            leaves: dict[str, Array] = {}
+            for entry in contents.entries:
+                # Only names, dtypes and shapes are matched, not places.
+                leaves[entry.name] = whole_array(entry.name, entry.dtype, entry.shape, (0, 0))
+            tree = match_foreign_tree(leaves, family, contents.config, contents.display_name)
+            shapes = {tensor.name: tensor.shape for tensor in tree.tensors}
+        else:
+            names = TensorNames(family)
+            shapes = {names.bare_name(entry.name): entry.shape for entry in contents.entries}
+            shapes |= {names.bare_name(one.name): one.shape for one in contents.decoders}
+        # A tied pair counts once, as the embedding. A file that has only the head keeps it.
+        if family.is_tied(contents.config, shapes) and family.tying.embedding_tensor in shapes:
+            shapes.pop(family.tying.head_tensor, None)
+        rows = parameter_rows(family, contents.config, tensors=shapes)
+        patterns: list[str] = []
+        for row in rows.values():
+            # Any number of a layer.
+            parts = [re.escape(p) if isinstance(p, str) else "[0-9]+" for p in row.name_parts]
+            patterns.append("".join(parts))
+        pattern = re.compile("|".join(patterns))
+        return sum(math.prod(shape) for name, shape in shapes.items() if pattern.fullmatch(name))
     except PrepError:
         return None
 
@@ -239,15 +243,10 @@ def missing_parameter(contents: CheckpointContents) -> str:
 
 def _first_missing(family: Family, config: HFConfig, shapes: StoredShapes) -> str:
     """Return the first tensor of a family that a file with tensors of these shapes does not have, or ""."""
-    rows = parameter_rows(family, config, tensors=shapes)
-    if family.is_tied(config, shapes.keys()):
-        rows.pop(family.tying.head_leaf, None)
-    sizes = family.sizes(config)
-    for row in rows.values():
-        # The config is untrusted: a row ends the loop at its first tensor without a name in the files.
-        for name, _ in bind_row(row, sizes).tensors():
-            if name not in shapes:
-                return TensorNames(family).full_name(name)
+    # The config is untrusted: the loop ends at the first tensor without a name in the files.
+    for name, _ in family_tensors(family, config, shapes):
+        if name not in shapes:
+            return TensorNames(family).full_name(name)
     return ""
 
 
@@ -266,39 +265,3 @@ def _file_shapes(family: Family, contents: CheckpointContents) -> dict[str, tupl
     bare_shapes = {names.bare_name(name): shape for name, shape in shapes.items()}
     prediction = prediction_names(family, contents.config, bare_shapes)
     return {name: shape for name, shape in bare_shapes.items() if name not in prediction}
-
-
-def _count_parameters(family: Family, contents: CheckpointContents) -> int | None:
-    if _has_file_names(contents):
-        shapes = _file_shapes(family, contents)
-        if _first_missing(family, contents.config, shapes):
-            return None
-    elif FORMATS[contents.kind].has_layouts:
-        shapes = _tree_tensor_shapes(family, contents)
-    else:
-        names = TensorNames(family)
-        shapes = {names.bare_name(entry.name): entry.shape for entry in contents.entries}
-        shapes |= {names.bare_name(one.name): one.shape for one in contents.decoders}
-    # A tied pair counts once, as the embedding. A file that has only the head keeps it.
-    if family.is_tied(contents.config, shapes) and family.tying.embedding_tensor in shapes:
-        shapes.pop(family.tying.head_tensor, None)
-    rows = parameter_rows(family, contents.config, tensors=shapes)
-    pattern = re.compile("|".join(_name_pattern(row) for row in rows.values()))
-    return sum(math.prod(shape) for name, shape in shapes.items() if pattern.fullmatch(name))
-
-
-def _tree_tensor_shapes(family: Family, contents: CheckpointContents) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the family's tensors in another library's tree, by bare name."""
-    leaves: dict[str, Array] = {}
-    for entry in contents.entries:
-        # Only names, dtypes and shapes are matched, not places.
-        leaves[entry.name] = whole_array(entry.name, entry.dtype, entry.shape, (0, 0))
-    tree = match_foreign_tree(leaves, family, contents.config, contents.display_name)
-    return {tensor.name: tensor.shape for tensor in tree.tensors}
-
-
-def _name_pattern(row: ParsedAxisMap) -> str:
-    """Return a regular expression for the tensor names of an axis-map row, with any layer number."""
-    return "".join(
-        re.escape(part) if isinstance(part, str) else "[0-9]+" for part in row.name_parts
-    )

@@ -51,37 +51,10 @@ def draw_shard_map(name: str, shape: Sequence[int], dtype: str, spec: Spec, mesh
     Each cell is a slice with the numbers of the devices that hold it. The last two partitioned dims are drawn,
     and only the first part of a third dim. Many cells are shortened to the first and the last ones.
 
-    Args:
-        name: Name of the leaf.
-        shape: Shape of the leaf.
-        dtype: Dtype of the leaf.
-        spec: Partition spec of the leaf.
-        mesh: The device mesh.
-
     Returns:
         Lines of the header, the legend and the drawing.
     """
     shard = shard_shape(spec, shape)
-    down, across = _picture_sides(spec, shard)
-    holders = _cell_devices(down, across, shard, device_boxes(spec, mesh, shape))
-    lines = [
-        *_header_lines(name, shape, dtype, spec, mesh),
-        *_legend_lines(spec, down, across, shard),
-    ]
-    return "\n".join(lines + _draw_grid(down, across, shard, holders))
-
-
-def summarize_sharding(name: str, shape: Sequence[int], dtype: str, spec: Spec, mesh: Mesh) -> str:
-    """Return the header of `draw_shard_map`, and why there is no drawing: the mesh has too many devices."""
-    reason = f"not drawn: the mesh has {mesh.n_devices:,} devices, a drawing at most {MAX_DRAWN_DEVICES:,}"
-    return "\n".join([*_header_lines(name, shape, dtype, spec, mesh), reason])
-
-
-def _picture_sides(spec: Spec, shard: Sequence[int]) -> tuple[_PictureSide, _PictureSide]:
-    """Return the vertical and the horizontal side: the last two partitioned dims.
-
-    A lone last dim is horizontal.
-    """
     cut = [i for i, parts in enumerate(spec.shards_per_dim) if parts > 1][-2:]
     only_last = len(cut) == 1 and 0 < cut[0] == len(spec.shards_per_dim) - 1
     dims = [None, *cut] if only_last else [*cut, None, None]
@@ -96,7 +69,40 @@ def _picture_sides(spec: Spec, shard: Sequence[int]) -> tuple[_PictureSide, _Pic
             across = _elide_parts(across)
         else:
             down = _elide_parts(down)
-    return down, across
+    holders: CellDevices = {}
+    drawn = (down.dim, across.dim)
+    for device, box in enumerate(device_boxes(spec, mesh, shape)):
+        if all(low == 0 for i, (low, _) in enumerate(box) if i not in drawn):
+            cell = (_part_number(box, down.dim, shard), _part_number(box, across.dim, shard))
+            holders.setdefault(cell, []).append(device)
+    lines = [
+        *_header_lines(name, shape, dtype, spec, mesh),
+        *_legend_lines(spec, down, across, shard),
+    ]
+    width = _cell_width(down, across, shard)
+    header = "".join(
+        f" {_clip_text(across.label(part, shard), width):<{width}}" for part in across.drawn_parts
+    ).rstrip()
+    rule = ["─" * width] * len(across.drawn_parts)
+    grid = [f"┌{'┬'.join(rule)}┐"]
+    for row in down.drawn_parts:
+        cells = (
+            _format_devices(holders.get((row, column), []), width - 2)
+            for column in across.drawn_parts
+        )
+        label = _clip_text(down.label(row, shard), WIDTH)
+        line = "".join(f"│ {cell:<{width - 1}}" for cell in cells)
+        grid += [f"{line}│  {label}".rstrip(), f"├{'┼'.join(rule)}┤"]
+    grid[-1] = f"└{'┴'.join(rule)}┘"
+    if header:
+        grid.insert(0, header)
+    return "\n".join(lines + grid)
+
+
+def summarize_sharding(name: str, shape: Sequence[int], dtype: str, spec: Spec, mesh: Mesh) -> str:
+    """Return the header of `draw_shard_map`, and why there is no drawing: the mesh has too many devices."""
+    reason = f"not drawn: the mesh has {mesh.n_devices:,} devices, a drawing at most {MAX_DRAWN_DEVICES:,}"
+    return "\n".join([*_header_lines(name, shape, dtype, spec, mesh), reason])
 
 
 def _picture_side(spec: Spec, dim: int | None) -> _PictureSide:
@@ -114,19 +120,6 @@ def _cell_width(down: _PictureSide, across: _PictureSide, shard: Sequence[int]) 
     # (80 - 8 - 1) // 4 - 1 = 16 columns for a cell.
     label_width = max(len(down.label(part, shard)) for part in down.drawn_parts) + 2
     return min(MAX_CELL_WIDTH, (WIDTH - label_width - 1) // len(across.drawn_parts) - 1)
-
-
-def _cell_devices(
-    down: _PictureSide, across: _PictureSide, shard: Sequence[int], boxes: Sequence[Box]
-) -> CellDevices:
-    """Return the devices of each cell, in the first part of a third partitioned dim."""
-    holders: CellDevices = {}
-    drawn = (down.dim, across.dim)
-    for device, box in enumerate(boxes):
-        if all(low == 0 for i, (low, _) in enumerate(box) if i not in drawn):
-            cell = (_part_number(box, down.dim, shard), _part_number(box, across.dim, shard))
-            holders.setdefault(cell, []).append(device)
-    return holders
 
 
 def _part_number(box: Box, dim: int | None, shard: Sequence[int]) -> int:
@@ -178,30 +171,6 @@ def _wrap_phrases(phrases: Sequence[str], separator: str) -> list[str]:
     text = separator.join(phrase.replace(" ", "\N{NO-BREAK SPACE}") for phrase in phrases)
     lines = textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
-
-
-def _draw_grid(
-    down: _PictureSide, across: _PictureSide, shard: Sequence[int], holders: CellDevices
-) -> list[str]:
-    """Return a table as lines: one cell per shard, with the numbers of its devices."""
-    width = _cell_width(down, across, shard)
-    header = "".join(
-        f" {_clip_text(across.label(part, shard), width):<{width}}" for part in across.drawn_parts
-    ).rstrip()
-    rule = ["─" * width] * len(across.drawn_parts)
-    lines = [f"┌{'┬'.join(rule)}┐"]
-    for row in down.drawn_parts:
-        cells = (
-            _format_devices(holders.get((row, column), []), width - 2)
-            for column in across.drawn_parts
-        )
-        label = _clip_text(down.label(row, shard), WIDTH)
-        line = "".join(f"│ {cell:<{width - 1}}" for cell in cells)
-        lines += [f"{line}│  {label}".rstrip(), f"├{'┼'.join(rule)}┤"]
-    lines[-1] = f"└{'┴'.join(rule)}┘"
-    if header:
-        return [header, *lines]
-    return lines
 
 
 def _format_devices(numbers: Sequence[int], width: int) -> str:

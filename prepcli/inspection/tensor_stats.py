@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from prepcli.algebra.boxes import strides
-from prepcli.algebra.grids import ArrayParts, FilePosition
+from prepcli.algebra.grids import ArrayParts
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.inspection.contents import num_chunks
-from prepcli.planning.arrays import Array, whole_array
+from prepcli.planning.arrays import whole_array
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import Slab, split_stream_evenly
 from prepcli.planning.tensors import ITEM_BITS
@@ -95,11 +95,7 @@ def compute_stats(
 ) -> TensorStats | None:
     """Compute the statistics of an entry from all its values.
 
-    Args:
-        entry: The tensor.
-        files: Reader of its files.
-        on_read: Called with the number of bytes after each read.
-        is_remote: Whether the files are on a server. Few large reads are faster there.
+    `on_read` is called with the number of bytes after each read. Few large reads are faster on a server.
 
     Returns:
         The statistics, or None for packed dtypes smaller than a byte.
@@ -161,31 +157,13 @@ def _entry_values(
     # A file may hold other bytes than 0 and 1, which are undefined values of a NumPy bool.
     dtype = np.dtype(np.uint8) if entry.dtype == "bool" else numpy_dtype(entry.dtype)
     array = entry.placement[0].array
-    if array.is_contiguous or not _is_in_chunks(entry):
+    is_part = entry.placement[0].axis_map is not None or array.strides is not None
+    if array.is_contiguous or is_part or isinstance(array.chunks, ArrayParts):
         for _, data in runs.read_in_element_order(entry):
             on_read(data.size)
             yield data.view(dtype)
         return
-    for chunk, inside in _iter_chunks(array):
-        for start, data in runs.read_in_element_order(chunk):
-            on_read(data.size)
-            values = data.view(dtype)
-            if inside != array.chunk_shape:
-                first = start // dtype.itemsize
-                values = values[_unpadded_mask(first, values.size, array.chunk_shape, inside)]
-            yield values
-
-
-def _is_in_chunks(tensor: SourceTensor) -> bool:
-    """Return whether a tensor is an array in chunks, each in C order."""
-    location = tensor.placement[0]
-    has_chunks = not isinstance(location.array.chunks, ArrayParts)
-    return location.axis_map is None and location.array.strides is None and has_chunks
-
-
-def _iter_chunks(array: Array) -> Iterator[tuple[SourceTensor, tuple[int, ...]]]:
-    """Yield each chunk of an array as a tensor, and its shape without the padding beyond the array."""
-    assert not isinstance(array.chunks, ArrayParts)
+    # The array is in chunks, each in C order.
     for index in itertools.product(*map(range, array.grid.chunk_counts)):
         inside: list[int] = []
         for i, length, extent in zip(index, array.chunk_shape, array.shape):
@@ -193,7 +171,21 @@ def _iter_chunks(array: Array) -> Iterator[tuple[SourceTensor, tuple[int, ...]]]
             inside.append(min(length, extent - i * length))
         position = array.chunks.find(index)
         chunk = whole_array(array.name, array.dtype, array.chunk_shape, position)
-        yield stored_tensor(chunk), tuple(inside)
+        for start, data in runs.read_in_element_order(stored_tensor(chunk)):
+            on_read(data.size)
+            values = data.view(dtype)
+            if tuple(inside) != array.chunk_shape:
+                first = start // dtype.itemsize
+                # E.g. a chunk [4, 3] with 2 columns inside: element 5 is in column 5 // 1 % 3 = 2, so it is padding.
+                positions = np.arange(first, first + values.size)
+                mask = np.ones(values.size, bool)
+                for stride, length, extent in zip(
+                    strides(array.chunk_shape), array.chunk_shape, inside
+                ):
+                    if extent < length:
+                        mask &= positions // stride % length < extent
+                values = values[mask]
+            yield values
 
 
 class _TensorReader:
@@ -212,24 +204,18 @@ class _TensorReader:
         stream = Stream(tensor.name, tensor.dtype, tensor.shape, (0, rows), tensor.placement, ())
         location = tensor.placement[0]
         if self._remote_buffer is not None and location.is_contiguous:
-            yield from self._read_remote(stream, location.position, self._remote_buffer)
+            slabs = split_stream_evenly(0, stream, max_nbytes=RUN_NBYTES)
+            for group in _slab_groups(slabs, self._remote_buffer.size):
+                first = group[0].start
+                nbytes = sum(slab.nbytes for slab in group)
+                file, offset = location.position
+                copy = StridedCopy(0, file, offset + first, nbytes)
+                data = self._files.read_runs([copy], self._remote_buffer)
+                for slab in group:
+                    start = slab.start - first
+                    yield slab.start, data[start : start + slab.nbytes]
         else:
             yield from read_values(self._files, stream, buffers=self._buffers)
-
-    def _read_remote(
-        self, stream: Stream, position: FilePosition, buffer: ByteArray
-    ) -> Iterator[tuple[int, ByteArray]]:
-        """Read several runs at once, and yield them one by one."""
-        slabs = split_stream_evenly(0, stream, max_nbytes=RUN_NBYTES)
-        for group in _slab_groups(slabs, buffer.size):
-            first = group[0].start
-            nbytes = sum(slab.nbytes for slab in group)
-            file, offset = position
-            copy = StridedCopy(0, file, offset + first, nbytes)
-            data = self._files.read_runs([copy], buffer)
-            for slab in group:
-                start = slab.start - first
-                yield slab.start, data[start : start + slab.nbytes]
 
 
 def _slab_groups(slabs: Iterable[Slab], max_nbytes: int) -> Iterator[list[Slab]]:
@@ -245,16 +231,3 @@ def _slab_groups(slabs: Iterable[Slab], max_nbytes: int) -> Iterator[list[Slab]]
         nbytes += slab.nbytes
     if group:
         yield group
-
-
-def _unpadded_mask(
-    start: int, count: int, chunk: Sequence[int], inside: Sequence[int]
-) -> np.ndarray:
-    """Return a mask with True for elements of the tensor, and False for padding."""
-    # E.g. a chunk [4, 3] with 2 columns inside: element 5 is in column 5 // 1 % 3 = 2, so it is padding.
-    positions = np.arange(start, start + count)
-    mask = np.ones(count, bool)
-    for stride, length, extent in zip(strides(chunk), chunk, inside):
-        if extent < length:
-            mask &= positions // stride % length < extent
-    return mask

@@ -74,15 +74,6 @@ class Target:
             target = _strided_view(flat_array, copy.file_offset, counts, array_steps)
             assign_tiled(target, source)
 
-    def bytes_of(self, window: Box) -> ByteArray | None:
-        """Return the bytes of the array that take a window as it is. None if its elements are apart, or not all."""
-        copies = part_copies(self.axis_map, self.part, window=window)
-        first, *others = [*itertools.islice(copies, 2)] or [None]
-        if first is None or others or first.dims or first.width != volume(window):
-            return None
-        run = self.array.reshape(-1)[first.file_offset : first.file_offset + first.width]
-        return run.view(np.uint8)
-
 
 @dataclass(frozen=True, slots=True)
 class WindowRead:
@@ -207,9 +198,13 @@ class BoxReader(ClosedAfterBlock):
         target, *others = read.targets
         if others or read.duplicates or target.array.dtype != numpy_dtype(read.dtype):
             return None
-        into = target.bytes_of(read.window)
-        if into is None:
+        copies = part_copies(target.axis_map, target.part, window=read.window)
+        first, *rest = [*itertools.islice(copies, 2)] or [None]
+        # The elements of the window may be apart in the array, or not all in it.
+        if first is None or rest or first.dims or first.width != volume(read.window):
             return None
+        elements = target.array.reshape(-1)
+        into = elements[first.file_offset : first.file_offset + first.width].view(np.uint8)
         run = next(location_copies(read.locations, read.window, read.window))
         # Direct I/O needs the address and the offset in the file to agree modulo PAGE.
         alignment = 1 if self.is_remote else PAGE
@@ -235,7 +230,16 @@ class BoxReader(ClosedAfterBlock):
                 if span.width == data.size:
                     data = stored
                 else:
-                    _copy_span(span, stored, data)
+                    # Elements of equal bytes may be copied as unsigned integers, the widest that divide the span.
+                    width = next((nbytes for nbytes in (8, 4, 2) if span.width % nbytes == 0), 1)
+                    counts, tensor_strides, file_strides = _copy_loops(
+                        span, span.width // width, width
+                    )
+                    source = np.ndarray(counts, f"u{width}", stored, 0, file_strides)
+                    target = np.ndarray(
+                        counts, f"u{width}", data, span.tensor_offset, tensor_strides
+                    )
+                    assign_tiled(target, source)
         return data, read_nbytes
 
 
@@ -249,12 +253,7 @@ def run_jobs(
 ) -> list[BaseException]:
     """Run jobs in threads until there are none left. After an error the remaining jobs are dropped.
 
-    Args:
-        jobs: The jobs.
-        run: Runs a job with a buffer.
-        buffers: Buffers for the threads.
-        num_threads: Number of threads.
-        is_stopped: Whether the remaining jobs are dropped. Asked before each job.
+    `is_stopped` is asked before each job.
 
     Returns:
         The exceptions of signals, and then the exceptions of the jobs. Stopped jobs are an exception too.
@@ -298,16 +297,6 @@ def split_buffer(buffer: ByteArray) -> tuple[ByteArray, ByteArray]:
     """Split a buffer into page-aligned halves."""
     half = buffer.size // 2 // PAGE * PAGE
     return buffer[:half], buffer[half : 2 * half]
-
-
-def _copy_span(span: StridedCopy, stored: ByteArray, window: ByteArray) -> None:
-    """Copy the elements of a span from its bytes in the file to the bytes of a window."""
-    # Elements of equal bytes may be copied as unsigned integers, the widest that divide the span.
-    width = next((nbytes for nbytes in (8, 4, 2) if span.width % nbytes == 0), 1)
-    counts, tensor_strides, file_strides = _copy_loops(span, span.width // width, width)
-    source = np.ndarray(counts, f"u{width}", stored, 0, file_strides)
-    target = np.ndarray(counts, f"u{width}", window, span.tensor_offset, tensor_strides)
-    assign_tiled(target, source)
 
 
 def _copy_loops(
@@ -365,20 +354,15 @@ def merge_windows(
     merged: list[Box] = []
     for window in windows:
         box = window
-        while (other := _mergeable_box(box, merged, axis_strides, min_gap_nbytes)) is not None:
-            merged.remove(other)
-            box = _union_box(box, other)
+        # The joined box may touch boxes before it.
+        others = iter(merged)
+        while (other := next(others, None)) is not None:
+            if _is_mergeable(box, other, axis_strides, min_gap_nbytes):
+                merged.remove(other)
+                box = _union_box(box, other)
+                others = iter(merged)
         merged.append(box)
     return merged
-
-
-def _mergeable_box(
-    box: Box, others: Sequence[Box], axis_strides: Sequence[int], min_gap_nbytes: int
-) -> Box | None:
-    for other in others:
-        if _is_mergeable(box, other, axis_strides, min_gap_nbytes):
-            return other
-    return None
 
 
 def _union_box(a: Box, b: Box) -> Box:

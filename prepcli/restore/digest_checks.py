@@ -45,7 +45,9 @@ SAMPLE_ROWS = 4
 
 def damaged_error(source: Source, tensor: SourceTensor, hint: str) -> DamagedError:
     """Return the error for a tensor with another digest."""
-    items = [source.byte_sources[number] for number in sorted(_file_numbers(tensor))]
+    stream = row_stream(tensor, (0, num_rows(tensor)))
+    numbers = {copy.file for copy in location_copies(stream.reads, stream.box)}
+    items = [source.byte_sources[number] for number in sorted(numbers)]
     names = [str(item) if isinstance(item, Path) else item.name for item in items]
     why = f"its bytes in {', '.join(names)} differ from their recorded digest"
     # A tensor without bytes is in no file.
@@ -61,12 +63,6 @@ def checkpoint_of(source: Source, item: AnyPath | Blob) -> str:
     if isinstance(item, AnyPath) and path_in_folder(item, source.root) is None:
         return str(item.parent)
     return source.display_name
-
-
-def _file_numbers(tensor: SourceTensor) -> set[int]:
-    """Return the numbers of a tensor's files and blobs."""
-    stream = row_stream(tensor, (0, num_rows(tensor)))
-    return {copy.file for copy in location_copies(stream.reads, stream.box)}
 
 
 def num_rows(tensor: SourceTensor) -> int:
@@ -164,12 +160,7 @@ def check_after_reading(
 ) -> None:
     """Compare streams with the recorded digests after they were read, e.g. before a comparison calls them equal.
 
-    Args:
-        source: The checkpoint.
-        streams: Streams of its tensors.
-        digests: Digest of the bytes of each stream.
-        memory_nbytes: Memory limit.
-        progress: Receives the bytes of tensors that are read once more. See `check_before_reading`.
+    See `check_before_reading` for the progress.
     """
     recorded = RecordedDigests(source)
     for stream, digest in zip(streams, digests):
@@ -320,11 +311,7 @@ def check_without_checksums(
 ) -> None:
     """Check the digests of whole tensors, for a checkpoint without checksums of its chunks.
 
-    Args:
-        source: Opened checkpoint.
-        tensors: Tensors to read and check. Tensors without digests are skipped.
-        observer: Receives a note and progress.
-        hint: Hint of the error for a damaged tensor.
+    Tensors without digests are skipped.
     """
     nbytes = sum(tensor.nbytes for tensor in tensors if tensor.digests)
     if not nbytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter, mul
@@ -112,7 +112,17 @@ class ItemReader(BoxReader):
         self._array_numbers: dict[str, int] = {}
         self.leaves: dict[str, checkpoint_store.LeafSpec] = {}
         for number, meta in enumerate(item.arrays):
-            read_unit = _read_unit_shape(item, number)
+            # The read unit is a checksum block, or a chunk to decode.
+            read_unit = meta.chunk_shape
+            if is_read_directly(item, number) and meta.chunk_shape:
+                blocks = chunk_blocks(meta.chunk_shape, meta.dtype)
+                axis = blocks.axis
+                length = meta.chunk_shape[axis]
+                # The first block of a chunk starts at row 0 of the chunk. If blocks do not divide the chunk,
+                # units of equal size do not fall on blocks, and the unit is a whole chunk.
+                is_regular = length == meta.shape[axis] or length % blocks.rows == 0
+                rows = min(blocks.rows, length) if is_regular else length
+                read_unit = (*(1,) * axis, rows, *meta.chunk_shape[axis + 1 :])
             self._array_numbers[meta.name] = number
             self.leaves[meta.name] = checkpoint_store.LeafSpec(meta.shape, meta.dtype, read_unit)
         in_store = is_remote(item.files)
@@ -144,7 +154,19 @@ class ItemReader(BoxReader):
                 text("{} shows their names", Command("inspect", str(self.folder))),
             )
         number = self._array_numbers[name]
-        _check_arrays(self._item.arrays[number], parts)
+        meta = self._item.arrays[number]
+        for box, array in parts.items():
+            is_inside = len(box) == len(meta.shape)
+            for (low, high), extent in zip(box, meta.shape):
+                is_inside = is_inside and 0 <= low <= high <= extent
+            if not is_inside:
+                raise ValueError(f"{meta.name} {meta.shape}: box {box} is not inside the leaf")
+            shape = tuple(high - low for low, high in box)
+            if array.shape != shape or not array.flags.c_contiguous:
+                raise ValueError(
+                    f"{meta.name} {meta.shape}: the array must be contiguous and have the shape of box {box},"
+                    f" it has {array.shape}"
+                )
         errors = self.run_reads(self._jobs(number, parts), partial(self._run_job, number))
         if not errors:
             return
@@ -173,7 +195,19 @@ class ItemReader(BoxReader):
         """Yield the reads of a leaf: one window each, or all windows of a chunk to decode."""
         array = self._item.arrays[number]
         is_direct = is_read_directly(self._item, number)
-        for index, targets in _targets_by_chunk(array, parts):
+        axis_map = identity_axis_map(array.name, array.chunk_shape)
+        atoms = [dim[0].atom for dim in axis_map.leaf_dims]
+        targets_by_chunk: dict[ChunkIndex, list[Target]] = {}
+        for box, out in parts.items():
+            if not volume(box):
+                continue
+            for index in array.grid.overlapping(box):
+                corner = map(mul, index, array.chunk_shape)
+                in_chunk = tuple((low - by, high - by) for (low, high), by in zip(box, corner))
+                needed = intersection(in_chunk, full_box(array.chunk_shape))
+                part = LeafBoxPart(in_chunk, array.name, dict(zip(atoms, needed)))
+                targets_by_chunk.setdefault(index, []).append(Target(axis_map, part, out))
+        for index, targets in sorted(targets_by_chunk.items(), key=itemgetter(0)):
             place: Locations = ()
             if is_direct:
                 stored = array.stored_chunk(index)
@@ -234,54 +268,6 @@ class _ChunkJob:
     reads: tuple[WindowRead, ...]
 
 
-def _read_unit_shape(item: OrbaxItem, array_number: int) -> tuple[int, ...]:
-    """Return the read unit of a leaf: the shape of its checksum blocks, or of its chunks to decode."""
-    meta = item.arrays[array_number]
-    if not is_read_directly(item, array_number) or not meta.chunk_shape:
-        return meta.chunk_shape
-    blocks = chunk_blocks(meta.chunk_shape, meta.dtype)
-    axis = blocks.axis
-    length = meta.chunk_shape[axis]
-    # The first block of a chunk starts at row 0 of the chunk. If blocks do not divide the chunk,
-    # units of equal size do not fall on blocks, and the unit is a whole chunk.
-    is_regular = length == meta.shape[axis] or length % blocks.rows == 0
-    rows = min(blocks.rows, length) if is_regular else length
-    return (*(1,) * axis, rows, *meta.chunk_shape[axis + 1 :])
-
-
-def _check_arrays(meta: Array, arrays: BoxArrays) -> None:
-    """Raise ValueError unless each box is inside the leaf and each array is contiguous and of its box's shape."""
-    for box, array in arrays.items():
-        is_inside = len(box) == len(meta.shape)
-        for (low, high), extent in zip(box, meta.shape):
-            is_inside = is_inside and 0 <= low <= high <= extent
-        if not is_inside:
-            raise ValueError(f"{meta.name} {meta.shape}: box {box} is not inside the leaf")
-        shape = tuple(high - low for low, high in box)
-        if array.shape != shape or not array.flags.c_contiguous:
-            raise ValueError(
-                f"{meta.name} {meta.shape}: the array must be contiguous and have the shape of box {box},"
-                f" it has {array.shape}"
-            )
-
-
-def _targets_by_chunk(array: Array, parts: BoxArrays) -> Iterator[tuple[ChunkIndex, list[Target]]]:
-    """Yield the index and the arrays to fill of every needed chunk, in C order of the grid."""
-    axis_map = identity_axis_map(array.name, array.chunk_shape)
-    atoms = [dim[0].atom for dim in axis_map.leaf_dims]
-    targets: dict[ChunkIndex, list[Target]] = {}
-    for box, out in parts.items():
-        if not volume(box):
-            continue
-        for index in array.grid.overlapping(box):
-            corner = map(mul, index, array.chunk_shape)
-            in_chunk = tuple((low - by, high - by) for (low, high), by in zip(box, corner))
-            needed = intersection(in_chunk, full_box(array.chunk_shape))
-            part = LeafBoxPart(in_chunk, array.name, dict(zip(atoms, needed)))
-            targets.setdefault(index, []).append(Target(axis_map, part, out))
-    yield from sorted(targets.items(), key=itemgetter(0))
-
-
 def _offset(array: Array, window: Box) -> int:
     """Return the offset of a window of a chunk in the bytes of the chunk."""
     byte_strides = strides(array.chunk_shape, itemsize(array.dtype))
@@ -333,39 +319,22 @@ def _block_pieces(boxes: Sequence[Box], meta: Array) -> Iterator[Box]:
     inner_box = full_box(meta.chunk_shape[axis + 1 :])
     outer_ranges = [range(low, high) for low, high in _bounding_box(boxes)[:axis]]
     for outer in itertools.product(*outer_ranges):
+        # E.g. a chunk of 10 rows in blocks of 4: the rows 1:3, 6:7 and 9:10 become 0:4, 4:8 and 8:10,
+        # and their union is 0:10.
         spans: list[tuple[int, int]] = []
         for box in boxes:
-            if all(low <= i < high for i, (low, high) in zip(outer, box)):
-                spans.append(box[axis])
-        for low, high in _whole_block_spans(spans, blocks.rows, meta.chunk_shape[axis]):
+            first, stop = box[axis]
+            if first < stop and all(low <= i < high for i, (low, high) in zip(outer, box)):
+                first = first // blocks.rows * blocks.rows
+                stop = -(-stop // blocks.rows) * blocks.rows
+                spans.append((first, min(stop, meta.chunk_shape[axis])))
+        union: list[tuple[int, int]] = []
+        for low, high in sorted(spans):
+            if union and low <= union[-1][1]:
+                union[-1] = (union[-1][0], max(union[-1][1], high))
+            else:
+                union.append((low, high))
+        for low, high in union:
             for first in range(low, high, length):
                 span = (first, min(first + length, high))
                 yield (*((i, i + 1) for i in outer), span, *inner_box)
-
-
-def _whole_block_spans(
-    spans: Iterable[tuple[int, int]], block_rows: int, num_rows: int
-) -> Iterator[tuple[int, int]]:
-    """Widen spans of rows to whole checksum blocks. Yield the union as disjoint spans, ascending.
-
-    Args:
-        spans: First row and end of each span.
-        block_rows: Number of rows per block. The last block may have fewer.
-        num_rows: Number of rows of the chunk.
-    """
-    # E.g. a chunk of 10 rows in blocks of 4: the spans 1:3, 6:7 and 9:10 become 0:4, 4:8 and 8:10,
-    # and their union is 0:10.
-    widened: list[tuple[int, int]] = []
-    for low, high in spans:
-        if low < high:
-            first = low // block_rows * block_rows
-            stop = min(num_rows, -(-high // block_rows) * block_rows)
-            widened.append((first, stop))
-    widened.sort()
-    union: list[tuple[int, int]] = []
-    for low, high in widened:
-        if union and low <= union[-1][1]:
-            union[-1] = (union[-1][0], max(union[-1][1], high))
-        else:
-            union.append((low, high))
-    yield from union

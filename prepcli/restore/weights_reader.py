@@ -13,9 +13,8 @@ from prepcli.core.errors import RERUN_HINT, PrepError
 from prepcli.core.formatting import count_text
 from prepcli.core.observer import NullProgress
 from prepcli.engine import checkpoint_store
-from prepcli.engine.blobs import DerivedArrays, FilesAndBlobs, open_blobs
+from prepcli.engine.blobs import DerivedArrays, open_blobs
 from prepcli.engine.digest import TensorDigest
-from prepcli.engine.files import Files
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import compare_streams, read_values
 from prepcli.formats.manifest import NO_MANIFEST, RECREATE_HINT
@@ -124,9 +123,14 @@ class WeightsReader(BoxReader):
             # A digest covers a whole tensor, and a decoder starts at the first byte of a chunk.
             has_digests = any(tensor.digests for tensor in leaf.tensors.values())
             is_whole = is_decoded or (verify and has_digests)
+            dtypes = {tensor.dtype for tensor in leaf.tensors.values()}
+            if len(dtypes) == 1:
+                dtype = dtypes.pop()
+            else:
+                dtype = "float64" if "float64" in dtypes else "float32"
             self.leaves[name] = checkpoint_store.LeafSpec(
                 leaf.axis_map.leaf_shape,
-                _common_dtype(leaf),
+                dtype,
                 _read_unit_shape(leaf, is_whole=is_whole),
             )
         in_store = is_remote(source.files)
@@ -161,7 +165,10 @@ class WeightsReader(BoxReader):
         leaf = self._leaves[name]
         for box, array in parts.items():
             # Zeros in arrays without padding would cost one more pass over all their pages, before the first read.
-            if _has_padding(leaf, box):
+            num_filled = 0
+            for part in leaf_box_parts(leaf.axis_map, box, leaf.unscanned_index):
+                num_filled += math.prod(stop - start for start, stop in part.atom_ranges.values())
+            if num_filled != volume(box):
                 array.fill(0)
         errors = self.run_reads(self._leaf_jobs(leaf, parts), self._run_job)
         if errors:
@@ -181,36 +188,61 @@ class WeightsReader(BoxReader):
             if self._verify and tensor.digests:
                 yield CheckedRead(tensor, tensor_targets)
             else:
-                yield from self._windows(tensor, tensor_targets)
-
-    def _windows(self, tensor: SourceTensor, targets: Sequence[Target]) -> Iterator[WindowRead]:
-        """Yield reads of windows with all elements of the targets."""
-        duplicates = [duplicate.placement for duplicate in self._duplicates.get(tensor.name, ())]
-        # In a remote file, another process of the job requests the bytes of a gap. The store would send them twice.
-        min_gap_nbytes = 1 if self.is_remote else MIN_GAP_NBYTES
-        if self.is_remote and tensor.name in self._shared_tensors:
-            min_gap_nbytes = SHARED_GAP_NBYTES
-        item_nbytes = itemsize(tensor.dtype)
-        # With duplicates, a window and the same window of the duplicate share one buffer.
-        max_volume = PIECE_NBYTES // (2 if duplicates else 1) // item_nbytes
-        axis_strides = file_strides(tensor.placement, tensor.shape, item_nbytes)
-        boxes = [tensor_box(target.axis_map, target.part.atom_ranges) for target in targets]
-        for merged in merge_windows(boxes, axis_strides, min_gap_nbytes):
-            for window in split_window(merged, axis_strides, max_volume):
-                yield WindowRead(
-                    tensor.name,
-                    tensor.dtype,
-                    tensor.placement,
-                    window,
-                    targets,
-                    min_gap_nbytes,
-                    duplicates,
-                )
+                duplicates = [
+                    duplicate.placement for duplicate in self._duplicates.get(tensor.name, ())
+                ]
+                # In a remote file, another process of the job requests the bytes of a gap. The store
+                # would send them twice.
+                min_gap_nbytes = 1 if self.is_remote else MIN_GAP_NBYTES
+                if self.is_remote and tensor.name in self._shared_tensors:
+                    min_gap_nbytes = SHARED_GAP_NBYTES
+                item_nbytes = itemsize(tensor.dtype)
+                # With duplicates, a window and the same window of the duplicate share one buffer.
+                max_volume = PIECE_NBYTES // (2 if duplicates else 1) // item_nbytes
+                axis_strides = file_strides(tensor.placement, tensor.shape, item_nbytes)
+                boxes = [
+                    tensor_box(target.axis_map, target.part.atom_ranges)
+                    for target in tensor_targets
+                ]
+                for merged in merge_windows(boxes, axis_strides, min_gap_nbytes):
+                    for window in split_window(merged, axis_strides, max_volume):
+                        yield WindowRead(
+                            tensor.name,
+                            tensor.dtype,
+                            tensor.placement,
+                            window,
+                            tensor_targets,
+                            min_gap_nbytes,
+                            duplicates,
+                        )
 
     def _run_job(self, job: WindowRead | CheckedRead, buffer: ByteArray) -> int:
         """Read a window or a whole tensor. Return the number of bytes."""
         if isinstance(job, CheckedRead):
-            return _read_checked(job, self.source, self._files, buffer)
+            tensor = job.tensor
+            dtype = numpy_dtype(tensor.dtype)
+            read_half, ordered_half = split_buffer(buffer)
+            buffers = (read_half[:PIECE_NBYTES], ordered_half[:PIECE_NBYTES])
+            for rows, recorded_digest in _digested_rows(tensor):
+                digest = TensorDigest()
+                stream = Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
+                for start, run in read_values(self._files, stream, buffers=buffers):
+                    digest.update(run.data)
+                    # The run is a range of the flat tensor. The windows are the boxes of this range, in C order.
+                    values = run.view(dtype)
+                    first = start // dtype.itemsize
+                    windows: Iterable[Box] = ((),)
+                    if tensor.shape:
+                        windows = split_merged_range((first, first + values.size), tensor.shape)
+                    filled = 0
+                    for window in windows:
+                        count = volume(window)
+                        for target in job.targets:
+                            target.fill(window, values[filled : filled + count])
+                        filled += count
+                if recorded_digest and digest.hexdigest() != recorded_digest:
+                    raise damaged_error(self.source, tensor, RECREATE_HINT)
+            return tensor.nbytes
         try:
             return self.read_window(job, buffer)
         except UnequalDuplicateError as error:
@@ -230,39 +262,6 @@ class CheckedRead:
     targets: Sequence[Target]
 
 
-def _read_checked(
-    job: CheckedRead, source: Source, files: Files | FilesAndBlobs, buffer: ByteArray
-) -> int:
-    """Read a whole tensor in C order, copy its parts to the targets, and compare it with its digests.
-
-    Return the number of bytes. Raise DamagedError if the bytes differ. The arrays must not be used then.
-    """
-    tensor = job.tensor
-    dtype = numpy_dtype(tensor.dtype)
-    read_half, ordered_half = split_buffer(buffer)
-    buffers = (read_half[:PIECE_NBYTES], ordered_half[:PIECE_NBYTES])
-    for rows, recorded_digest in _digested_rows(tensor):
-        digest = TensorDigest()
-        stream = Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
-        for start, run in read_values(files, stream, buffers=buffers):
-            digest.update(run.data)
-            # The run is a range of the flat tensor. The windows are the boxes of this range, in C order.
-            values = run.view(dtype)
-            first = start // dtype.itemsize
-            windows: Iterable[Box] = ((),)
-            if tensor.shape:
-                windows = split_merged_range((first, first + values.size), tensor.shape)
-            filled = 0
-            for window in windows:
-                count = volume(window)
-                for target in job.targets:
-                    target.fill(window, values[filled : filled + count])
-                filled += count
-        if recorded_digest and digest.hexdigest() != recorded_digest:
-            raise damaged_error(source, tensor, RECREATE_HINT)
-    return tensor.nbytes
-
-
 def _digested_rows(tensor: SourceTensor) -> Iterator[tuple[Range, str]]:
     """Yield consecutive row ranges of a tensor, each with its digest, or an empty text without one."""
     (row, stop), *_ = full_box(tensor.shape) or ((0, 1),)
@@ -273,14 +272,6 @@ def _digested_rows(tensor: SourceTensor) -> Iterator[tuple[Range, str]]:
         row = high
     if row < stop:
         yield (row, stop), ""
-
-
-def _has_padding(leaf: _LeafTensors, box: Box) -> bool:
-    """Return whether a box of a leaf has elements of no tensor."""
-    num_filled = 0
-    for part in leaf_box_parts(leaf.axis_map, box, leaf.unscanned_index):
-        num_filled += math.prod(stop - start for start, stop in part.atom_ranges.values())
-    return num_filled != volume(box)
 
 
 def _group_by_leaf(
@@ -321,14 +312,6 @@ def _read_unit_shape(leaf: _LeafTensors, *, is_whole: bool) -> tuple[int, ...]:
     return tuple(unit)
 
 
-def _common_dtype(leaf: _LeafTensors) -> str:
-    """Return the dtype of a leaf's tensors, or a float dtype for all their values if they differ."""
-    dtypes = {tensor.dtype for tensor in leaf.tensors.values()}
-    if len(dtypes) == 1:
-        return dtypes.pop()
-    return "float64" if "float64" in dtypes else "float32"
-
-
 # Stored duplicates of tensors, such as the head of a tied model. They must equal their originals.
 
 
@@ -337,11 +320,6 @@ def find_duplicates(source: Source, checks: Sequence[EqualityCheck], *, verify: 
 
     A tensor with digests to check is always read completely. Its duplicates are compared here: by their digests, or by
     their bytes if the digests differ.
-
-    Args:
-        source: The checkpoint.
-        checks: Each duplicate with its original.
-        verify: Whether tensors with digests are compared with them when they are read.
     """
     tensors = {tensor.name: tensor for tensor in source.tensors}
     duplicates: dict[str, list[SourceTensor]] = {}

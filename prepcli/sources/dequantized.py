@@ -29,14 +29,14 @@ from prepcli.quantized.formats import (
     without_quantization,
 )
 from prepcli.sources.decoded_arrays import JoinChunks
-from prepcli.sources.dropped_tensors import without_recorded_drops
-from prepcli.sources.model_family import as_verbatim, split_towers
-from prepcli.sources.quantization import (
+from prepcli.sources.detect import (
     has_quantized_tensors,
     model_quantization,
     not_quantized_error,
     quantization_file,
 )
+from prepcli.sources.dropped_tensors import without_recorded_drops
+from prepcli.sources.model_family import as_verbatim, split_towers
 from prepcli.sources.source import (
     HF_FOLDER,
     Source,
@@ -56,9 +56,6 @@ DECODED_DTYPE = "bfloat16"
 
 def dequantize_source(source: Source) -> Source:
     """Return a source with one float tensor for each quantised weight and its scales.
-
-    Args:
-        source: The opened source.
 
     Raises:
         UsageError: The weights are not quantised.
@@ -240,15 +237,7 @@ def find_stored_weights(
     *,
     display_name: str,
 ) -> tuple[QuantizedWeights, tuple[AnyPath | Blob, ...]]:
-    """Return the decoders of quantised weights, and the files and blobs that their tensors are read from.
-
-    Args:
-        settings: Quantisation config of the model.
-        tensors: Stored tensors, by their names in the files.
-        blobs: Files and blobs of the tensors.
-        settings_file: Name of the file with the settings, for messages.
-        display_name: Name of the checkpoint in messages.
-    """
+    """Return the decoders of quantised weights, and the files and blobs that their tensors are read from."""
     # Tensors in chunks, e.g. those of an init, are read as a further blob.
     chunked = [tensor for tensor in tensors.values() if not tensor.placement[0].is_contiguous]
     joined = DerivedArrays(display_name, tuple(map(JoinChunks, chunked)), blobs)
@@ -276,7 +265,23 @@ def _decoded_source(source: Source, weights: QuantizedWeights, blob: DerivedArra
     """Return the source with a decoded tensor in place of the codes of each weight, and with scales as its state."""
     blob_number = len(source.byte_sources)
     decoded: dict[str, SourceTensor] = {}
-    made_from = _stored_parts(source, weights)
+    stored_tensors = {source.names.stored_name(tensor.name): tensor for tensor in source.tensors}
+    made_from: dict[str, list[SourceTensor]] = {}
+    decoders_of_module: dict[str, list[str]] = {}
+    other_names = set(weights.stored_names)
+    for decoder in weights.decoders:
+        names = [stored.name for stored in decoder.stored]
+        made_from[decoder.name] = [stored_tensors[name] for name in names]
+        other_names.difference_update(names)
+        module, _, _ = decoder.name.rpartition(".")
+        decoders_of_module.setdefault(module, []).append(decoder.name)
+    # Settings such as NF4's `h.0.q.weight.quant_state`, which are read before any code, belong to a module: `h.0.q`.
+    for name in sorted(other_names):
+        module = name
+        while module and module not in decoders_of_module:
+            module, _, _ = module.rpartition(".")
+        for decoder_name in decoders_of_module.get(module, ()):
+            made_from[decoder_name].append(stored_tensors[name])
     for decoder, start in zip(weights.decoders, blob.offsets):
         decoded[decoder.stored[0].name] = SourceTensor(
             source.names.bare_name(decoder.name),
@@ -305,28 +310,6 @@ def _decoded_source(source: Source, weights: QuantizedWeights, blob: DerivedArra
         tensor_file_names=tuple(name for name in file_names if name),
         state_tensors=(*source.state_tensors, *scales),
     )
-
-
-def _stored_parts(source: Source, weights: QuantizedWeights) -> dict[str, list[SourceTensor]]:
-    """Return the stored tensors of each weight, whose digests are checked, by the name of its decoder."""
-    tensors = {source.names.stored_name(tensor.name): tensor for tensor in source.tensors}
-    parts: dict[str, list[SourceTensor]] = {}
-    decoders_of_module: dict[str, list[str]] = {}
-    other_names = set(weights.stored_names)
-    for decoder in weights.decoders:
-        names = [stored.name for stored in decoder.stored]
-        parts[decoder.name] = [tensors[name] for name in names]
-        other_names.difference_update(names)
-        module, _, _ = decoder.name.rpartition(".")
-        decoders_of_module.setdefault(module, []).append(decoder.name)
-    # Settings such as NF4's `h.0.q.weight.quant_state`, which are read before any code, belong to a module: `h.0.q`.
-    for name in sorted(other_names):
-        module = name
-        while module and module not in decoders_of_module:
-            module, _, _ = module.rpartition(".")
-        for decoder_name in decoders_of_module.get(module, ()):
-            parts[decoder_name].append(tensors[name])
-    return parts
 
 
 # Back to the quantised bytes

@@ -1,4 +1,8 @@
-"""Detection of a checkpoint's format from the names of its files, with an error for each known other format."""
+"""The format of a checkpoint, by the names of its files, and whether its weights are quantised.
+
+Settings of a quantisation tool may be left over from the model before it was decoded. They count only if a tensor may
+be quantised.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +21,115 @@ from prepcli.core.errors import (
     PrepError,
     Text,
     text,
+    usage_error,
 )
 from prepcli.core.formatting import join_names
 from prepcli.core.json_values import HFConfig, load_json, parse_json
 from prepcli.formats import torch_files
+from prepcli.formats.manifest import is_begun_run, no_step_error
 from prepcli.formats.meta_llama_config import is_dense_mistral
 from prepcli.formats.msgpack import sniff_msgpack_kind
 from prepcli.formats.orbax import ITEM_MARKERS
-from prepcli.formats.registry import FORMATS, SUFFIXES, Kind, Select
-from prepcli.formats.run_steps import is_begun_run, no_step_error
+from prepcli.formats.registry import FORMATS, SUFFIXES, Kind, Select, iter_hf_tensors
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_HINT, select_safetensors_files
 from prepcli.formats.torch_dcp import METADATA_FILE as DCP_METADATA_FILE
-from prepcli.formats.torch_files import (
-    META_PARAMS_FILE,
-    MISTRAL_FILE,
-    TRAINING_FILE_PATTERNS,
+from prepcli.formats.torch_files import META_PARAMS_FILE, MISTRAL_FILE, TRAINING_FILE_PATTERNS
+from prepcli.planning.tensors import FLOAT_DTYPES
+from prepcli.quantized.formats import (
+    QUANTIZATION_FILES,
+    QUANTIZATION_KEYS,
+    SCALE_SUFFIXES,
+    quantization_config_of_file,
+    quantization_settings,
 )
-from prepcli.quantized.formats import QUANTIZATION_FILES, QUANTIZATION_KEYS
-from prepcli.sources.quantization import has_quantized_tensors
 from prepcli.sources.references import CONFIG
-from prepcli.stores.files import MAX_CONFIG_NBYTES, read_bytes
+from prepcli.sources.source import read_json_object
+from prepcli.stores.files import MAX_CONFIG_NBYTES, list_folder, read_bytes
 from prepcli.stores.paths import AnyPath
+
+# Integer tensors of models without quantised weights: masks of GPT-2, positions, and counters of batch norm.
+BUFFER_SUFFIXES = (
+    ".bias",
+    "position_ids",
+    "token_type_ids",
+    "position_index",
+    "num_batches_tracked",
+)
+
+
+def is_quantized(folder: AnyPath) -> bool:
+    """Return whether a model has quantised weights, by its settings and the dtypes of its tensors."""
+    return bool(quantization_file(_config_in(folder), folder))
+
+
+def quantization_file(config: HFConfig, folder: AnyPath) -> str:
+    """Return the name of the file with the quantisation config of a model, or an empty string.
+
+    Earlier tools wrote the settings to a file next to config.json.
+    """
+    names = _settings_files(config, folder)
+    return names[0] if names and has_quantized_tensors(folder) else ""
+
+
+def model_quantization(config: HFConfig, folder: AnyPath) -> Mapping[str, Any]:
+    """Return the quantisation config of a model, or an empty mapping. See `quantization_file`."""
+    name = quantization_file(config, folder)
+    if name in ("", CONFIG):
+        return quantization_settings(config) if name else {}
+    return quantization_config_of_file(name, read_json_object(folder / name))
+
+
+def unused_quantization_note(config: HFConfig, folder: AnyPath) -> str:
+    """Return a note about quantisation settings of tensors without quantised weights, or an empty string.
+
+    The arguments are as for `quantization_file`.
+    """
+    names = _settings_files(config, folder)
+    if not names or has_quantized_tensors(folder):
+        return ""
+    return f"the quantisation in {' and '.join(names)} is ignored: no tensor is quantised"
+
+
+def not_quantized_error(display_name: str, folder: AnyPath) -> PrepError:
+    """Return the error for a request to decode a model without quantised weights."""
+    option = Option("quantized", "dequantize")
+    why = f"{display_name} is not quantised"
+    remark = unused_quantization_note(_config_in(folder), folder)
+    if remark:
+        why = f"{why} ({remark})"
+    return usage_error(text("{} has no effect", option), why, text("remove {}", option))
+
+
+def _config_in(folder: AnyPath) -> HFConfig:
+    return read_json_object(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+
+
+def _settings_files(config: HFConfig, folder: AnyPath) -> list[str]:
+    """Return the names of the files with quantisation settings: config.json, and the first file of a tool."""
+    names = [CONFIG] if quantization_settings(config) else []
+    of_tools = (name for name in QUANTIZATION_FILES if (folder / name).is_file())
+    return [*names, *list(of_tools)[:1]]
+
+
+def has_quantized_tensors(folder: AnyPath) -> bool:
+    """Return whether a tensor of a model may be quantised, by its name and dtype.
+
+    True for formats without dtypes in a header, and for broken headers: their error is raised by the opener.
+    """
+    try:
+        # Header by header: the first one of a quantised model is usually enough.
+        tensors = iter_hf_tensors(folder, list_folder(folder))
+        return any(may_be_quantized(tensor.name, tensor.dtype) for tensor in tensors)
+    except (LookupError, PrepError):
+        return True
+
+
+def may_be_quantized(name: str, dtype: str) -> bool:
+    """Return whether a stored tensor may have codes or scales of a quantised weight."""
+    if dtype in FLOAT_DTYPES:
+        return name.endswith(SCALE_SUFFIXES)
+    return dtype != "bool" and not name.endswith(BUFFER_SUFFIXES)
+
 
 MAX_LISTED = 6
 # Folders above the metadata file of an Orbax item: its step and the item itself.
@@ -65,11 +157,7 @@ class Folder(Protocol):
         ...
 
     def open_headers(self) -> AnyPath | None:
-        """Return a folder with all weight files whose headers can be read, or None if there is none.
-
-        Raises:
-            PrepError: A file cannot be fetched.
-        """
+        """Return a folder with all weight files whose headers can be read, or None if there is none."""
         ...
 
 
@@ -207,11 +295,6 @@ def detect(
 
     An Orbax checkpoint may be an item, a step folder or a run folder with steps.
 
-    Args:
-        folder: The files of the checkpoint.
-        allow_adapters: Return the kind of an adapter instead of the error for one.
-        allow_quantized: Return the kind of a quantised model instead of the error for one.
-
     Raises:
         PrepError: The format is not supported, the model is quantised or an adapter, or there is no checkpoint.
     """
@@ -238,8 +321,26 @@ def detect(
     may_be_quantized = any(name in QUANTIZATION_FILES for name in top_names)
     config: HFConfig | None = None
     if CONFIG in top_names:
-        config = _read_config(folder)
-        quantisation = _describe_quantisation(config or {})
+        content = folder.read(CONFIG, 0, MAX_CONFIG_NBYTES + 1)
+        try:
+            if len(content) > MAX_CONFIG_NBYTES:
+                raise ValueError(f"it has more than {MAX_CONFIG_NBYTES:,} bytes")
+            document: Any = load_json(content)
+        except ValueError as error:
+            raise DamagedError(
+                f"{folder.display_name} has a broken {CONFIG}", str(error), BROKEN_CONFIG_HINT
+            ) from error
+        config = document if isinstance(document, dict) else None
+        settings = config or {}
+        # Multimodal models have the key under text_config.
+        text_config = settings.get("text_config")
+        sections = [settings, text_config if isinstance(text_config, Mapping) else {}]
+        quantisation = ""
+        for section, key in product(sections, QUANTIZATION_KEYS):
+            if value := section.get(key):
+                method = value.get("quant_method") if isinstance(value, Mapping) else None
+                quantisation = f"{key}: {method or 'no quant_method'}"
+                break
         may_be_quantized = may_be_quantized or bool(quantisation)
         if quantisation and not allow_quantized and not _has_only_dense_tensors(folder):
             why = f"{CONFIG} has a {quantisation}"
@@ -313,32 +414,6 @@ def apply_rules(
         if selected_names := select(names):
             return verdict, selected_names
     return None, ()
-
-
-def _read_config(folder: Folder) -> HFConfig | None:
-    """Return the content of config.json, or None if it is no JSON object. Raise PrepError if it cannot be parsed."""
-    content = folder.read(CONFIG, 0, MAX_CONFIG_NBYTES + 1)
-    try:
-        if len(content) > MAX_CONFIG_NBYTES:
-            raise ValueError(f"it has more than {MAX_CONFIG_NBYTES:,} bytes")
-        config: Any = load_json(content)
-    except ValueError as error:
-        raise DamagedError(
-            f"{folder.display_name} has a broken {CONFIG}", str(error), BROKEN_CONFIG_HINT
-        ) from error
-    return config if isinstance(config, dict) else None
-
-
-def _describe_quantisation(config: HFConfig) -> str:
-    """Return the quantisation in a config, e.g. `quantization_config: gptq`. Empty if there is none."""
-    # Multimodal models have the key under text_config.
-    text_config = config.get("text_config")
-    sections = [config, text_config if isinstance(text_config, Mapping) else {}]
-    for section, key in product(sections, QUANTIZATION_KEYS):
-        if value := section.get(key):
-            method = value.get("quant_method") if isinstance(value, Mapping) else None
-            return f"{key}: {method or 'no quant_method'}"
-    return ""
 
 
 def _has_only_dense_tensors(folder: Folder) -> bool:

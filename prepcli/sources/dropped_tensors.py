@@ -91,7 +91,11 @@ def without_recorded_drops(source: Source, output: Manifest) -> Source:
     They are those of `--drop`, and those of multi-token prediction in outputs of earlier versions. Exports of such
     outputs have no record.
     """
-    recorded = _recorded_rules(output) | _unrecorded_rules(source, output)
+    recorded = _recorded_rules(output)
+    # Earlier versions left out multi-token prediction, and did not record it.
+    is_same_family = output.family == source.family.name and not source.family.is_verbatim
+    if is_same_family and output.may_lack_prediction:
+        recorded |= dict.fromkeys(_stored_prediction(source), UNRECORDED_RULE)
     if not recorded:
         return source
     source = with_recorded_text_part(source, output)
@@ -130,14 +134,6 @@ def _recorded_rules(output: Manifest) -> dict[str, str]:
         if isinstance(name, str) and isinstance(rule, str) and rule in (DROP_RULE, *EARLIER_RULES):
             recorded[name] = rule
     return recorded
-
-
-def _unrecorded_rules(source: Source, output: Manifest) -> dict[str, str]:
-    """Return the names of multi-token prediction in a source, with a rule, if an earlier version left them out."""
-    is_same_family = output.family == source.family.name and not source.family.is_verbatim
-    if not (is_same_family and output.may_lack_prediction):
-        return {}
-    return dict.fromkeys(_stored_prediction(source), UNRECORDED_RULE)
 
 
 def _needed_names(source: Source) -> set[str]:

@@ -232,11 +232,7 @@ def iter_tensors(
 ) -> Iterator[SourceTensor]:
     """Yield each tensor once, with all of its locations in the leaves.
 
-    Args:
-        leaves: Leaves of the tree, by dotted name.
-        leaf_tensors: Pairs of leaf and tensor. A tensor in several leaves occurs several times.
-        records: The manifest's records of tensors, by name.
-        names: Naming scheme of the tensors in `records`.
+    A tensor in several leaves occurs several times in `leaf_tensors`. `names` is the naming scheme of the `records`.
     """
     tensors: dict[str, SourceTensor] = {}
     # One tensor may be stored in several leaves, e.g. the fused `c_attn` of GPT-2 in q, k and v. Each
@@ -298,10 +294,7 @@ class TreeFormat:
     ) -> dict[str, ParsedAxisMap]:
         """Return the axis-map row of each parameter in this format, by path below `root`.
 
-        Args:
-            family: Model family.
-            config: The model's config.json.
-            tensors: Shapes of the model's tensors, by bare name. They decide between a row and its alternate.
+        The shapes of `tensors`, by bare name, decide between a row and its alternate.
         """
         if self.layout == NATIVE_LAYOUT:
             is_stacked = self.layer_axis is not None
@@ -390,10 +383,15 @@ def match_foreign_tree(
     if len({tensor.name for tensor in tensors}) != len(tensors):
         why = f"one of {', '.join(unknown[:MAX_LISTED])} is also stored as another leaf"
         raise PrepError(f"{display_name} has a tensor twice", why, GET_AGAIN_HINT)
-    outside = [
-        (name, leaf) for name, leaf in leaves.items() if not name.startswith(tree_format.root)
-    ]
-    scales = _scales_by_path(tree_format, family, config)
+    outside = [pair for pair in leaves.items() if not pair[0].startswith(tree_format.root)]
+    sizes = family.sizes(config)
+    scales: dict[str, LayoutScale] = {}
+    for path, row in tree_format.rows(family, config).items():
+        if row.scale:
+            scale = bind_scale(row.scale, sizes)
+            axis_map = bind_row(row, sizes)
+            for _, indices in axis_map.tensors():
+                scales[axis_map.leaf_path(path, indices)] = scale
     leaf_scales: dict[str, LayoutScale] = {}
     for name in leaves:
         path = name.removeprefix(tree_format.root).removesuffix(BOXED_SUFFIX)
@@ -425,21 +423,6 @@ def _split_non_parameters(
         else:
             kept[name] = leaf
     return kept, [*ignored, *_extra_entries(state)]
-
-
-def _scales_by_path(
-    tree_format: TreeFormat, family: Family, config: HFConfig
-) -> dict[str, LayoutScale]:
-    """Return the scale of each scaled leaf, by path below the tree's root."""
-    sizes = family.sizes(config)
-    scales: dict[str, LayoutScale] = {}
-    for path, row in tree_format.rows(family, config).items():
-        if row.scale:
-            scale = bind_scale(row.scale, sizes)
-            axis_map = bind_row(row, sizes)
-            for _, indices in axis_map.tensors():
-                scales[axis_map.leaf_path(path, indices)] = scale
-    return scales
 
 
 def _expected_leaf_tensors(
@@ -506,7 +489,16 @@ def _find_format(
     layout: str | None,
 ) -> TreeFormat:
     """Return the best format for the leaves."""
-    all_formats = _candidate_formats(family, roots)
+    # A tree with as many layers as the first dim has rows fits both axes by its shapes, so the usual axis 0 comes
+    # first.
+    all_formats: list[TreeFormat] = []
+    for root in roots:
+        all_formats += [TreeFormat(NATIVE_LAYOUT, root, axis) for axis in (0, 1, None)]
+        for name, tree_layout in family.layouts.items():
+            all_formats += [TreeFormat(name, root, axis) for axis in tree_layout.readable_axes]
+            # A base model, saved without its head, has the paths below the prefix.
+            if family.prefix and tree_layout.follows_prefix:
+                all_formats.append(TreeFormat(name, root, None, has_prefix=False))
     candidates = all_formats
     if layout is not None:
         candidates = [candidate for candidate in all_formats if candidate.layout == layout]
@@ -573,18 +565,3 @@ def _score_format(tree_format: TreeFormat, leaves: Leaves, family: Family, confi
     if 2 * num_present >= len(rows):
         return num_present + num_right_shape
     return 0
-
-
-def _candidate_formats(family: Family, roots: Collection[str]) -> list[TreeFormat]:
-    """Return all formats of a family's trees."""
-    # A tree with as many layers as the first dim has rows fits both axes by its shapes, so the usual axis 0 comes
-    # first.
-    candidates: list[TreeFormat] = []
-    for root in roots:
-        candidates += [TreeFormat(NATIVE_LAYOUT, root, axis) for axis in (0, 1, None)]
-        for name, layout in family.layouts.items():
-            candidates += [TreeFormat(name, root, axis) for axis in layout.readable_axes]
-            # A base model, saved without its head, has the paths below the prefix.
-            if family.prefix and layout.follows_prefix:
-                candidates.append(TreeFormat(name, root, None, has_prefix=False))
-    return candidates

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prepcli.core.errors import PrepError
@@ -61,10 +61,7 @@ def generation_defaults(
 
     Ids outside of the vocabulary are dropped, e.g. [2, 99] -> (2,) in a vocabulary of 8 tokens.
 
-    Args:
-        config: The model's config.json. It has the fields if there is no generation_config.json, as in transformers.
-        generation_config: Its generation_config.json. None if it has none.
-        vocab: Vocabulary size.
+    Without a generation_config.json, the config has the fields, as in transformers.
     """
     name = "config.json"
     values: Mapping[str, JsonValue] = config
@@ -81,7 +78,25 @@ def generation_defaults(
     fields = _Fields(values, name, vocab)
     rules = fields.rules(eos_ids)
     stop_texts = fields.stop_texts()
-    notes = tuple(_rule_notes(values, rules, stop_texts, name))
+    rule_notes: list[str] = []
+    used: list[str] = []
+    for field in dataclasses.fields(TokenRules):
+        value = getattr(rules, field.name)
+        if value != getattr(NO_RULES, field.name):
+            used.append(f"{field.name} {value!s:.60}")
+    if stop_texts:
+        used.append(f"stop_strings {list(stop_texts)!s:.60}")
+    if used:
+        rule_notes.append(f"by {name}, tokens are chosen with {', '.join(used)}")
+    unused: list[str] = []
+    for key, neutral in UNSUPPORTED_FIELDS.items():
+        if values.get(key) not in neutral:
+            unused.append(f"`{key}`")
+    if unused:
+        rule_notes.append(
+            f"not supported in {name}, where transformers may choose other tokens: {', '.join(unused)}"
+        )
+    notes = tuple(rule_notes)
     return GenerationDefaults(eos_ids, rules, stop_texts, notes)
 
 
@@ -209,24 +224,3 @@ class _Fields:
         if len(texts) != len(listed):
             raise self.error("stop_strings")
         return texts
-
-
-def _rule_notes(
-    values: Mapping[str, JsonValue], rules: TokenRules, stop_texts: Sequence[str], name: str
-) -> Iterator[str]:
-    """Yield a line about the rules that change tokens, and one about unsupported fields."""
-    used: list[str] = []
-    for field in dataclasses.fields(TokenRules):
-        value = getattr(rules, field.name)
-        if value != getattr(NO_RULES, field.name):
-            used.append(f"{field.name} {value!s:.60}")
-    if stop_texts:
-        used.append(f"stop_strings {list(stop_texts)!s:.60}")
-    if used:
-        yield f"by {name}, tokens are chosen with {', '.join(used)}"
-    unused: list[str] = []
-    for key, neutral in UNSUPPORTED_FIELDS.items():
-        if values.get(key) not in neutral:
-            unused.append(f"`{key}`")
-    if unused:
-        yield f"not supported in {name}, where transformers may choose other tokens: {', '.join(unused)}"

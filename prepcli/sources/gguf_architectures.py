@@ -329,7 +329,15 @@ def needs_config_reason(metadata: GgufMetadata, prefix: str, names: Collection[s
     if prefix in LAYERS_OF_27B and query_divisor(metadata, prefix) is None:
         return "it does not contain the number of layers, the width and the heads, which give the scale of queries"
     if prefix == "phi3":
-        return _partial_rotation_reason(metadata)
+        # Phi-3 may rotate a part of each head.
+        width = metadata.get("phi3.embedding_length")
+        heads = metadata.get("phi3.attention.head_count")
+        rotated = metadata.get("phi3.rope.dimension_count")
+        if not (isinstance(width, int) and isinstance(heads, int) and isinstance(rotated, int)):
+            return ""
+        if heads < 1 or rotated >= width // heads:
+            return ""
+        return f"its rotary embedding rotates {rotated} of the {width // heads} values of a head"
     return ""
 
 
@@ -350,15 +358,3 @@ def query_divisor(metadata: GgufMetadata, prefix: str) -> int | None:
     if layers != LAYERS_OF_27B[prefix] and isinstance(head_dim, int):
         return head_dim
     return width // heads
-
-
-def _partial_rotation_reason(metadata: GgufMetadata) -> str:
-    """Return the fact that Phi-3 rotates a part of each head, or an empty string."""
-    width = metadata.get("phi3.embedding_length")
-    heads = metadata.get("phi3.attention.head_count")
-    rotated = metadata.get("phi3.rope.dimension_count")
-    if not (isinstance(width, int) and isinstance(heads, int) and isinstance(rotated, int)):
-        return ""
-    if heads < 1 or rotated >= width // heads:
-        return ""
-    return f"its rotary embedding rotates {rotated} of the {width // heads} values of a head"

@@ -96,10 +96,24 @@ PRE_TOKENIZERS = {
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[SmallFile, ...]:
     """Return `tokenizer.json`, to make when it is written, and `tokenizer_config.json`."""
-    _check_spaces_are_kept(metadata)
+    name = str(metadata.get("general.name", "")).lower()
+    is_stripped = metadata.get("general.architecture") == STRIPPED_ARCHITECTURE
+    if is_stripped or any(stripped in name for stripped in STRIPPED_NAMES):
+        raise ValueError("spaces after special tokens of Phi-3 are removed, which is not supported")
     # Check the metadata. The merges take most of the time, and a dry run does not need them.
     _tokenizer_document(metadata, has_merges=False)
-    settings = _tokenizer_settings(metadata, _metadata_strings(metadata, "tokens"))
+    tokens = _metadata_strings(metadata, "tokens")
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    for key, setting in TOKEN_SETTINGS.items():
+        token = _metadata_token(metadata, tokens, key)
+        if token:
+            settings[setting] = token
+    template = metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        settings["chat_template"] = template
     return (
         SmallFile("tokenizer.json", make=partial(_tokenizer_json, metadata)),
         SmallFile("tokenizer_config.json", _encode_json(settings)),
@@ -114,52 +128,53 @@ def _tokenizer_json(metadata: Mapping[str, Any]) -> bytes:
 def _tokenizer_document(metadata: Mapping[str, Any], *, has_merges: bool) -> dict[str, Any]:
     """Return `tokenizer.json` as a document.
 
-    Args:
-        metadata: Metadata of a GGUF file.
-        has_merges: Compute the merges of scores. Without it they are checked only.
+    Without `has_merges`, the merges of scores are only checked.
     """
     model = metadata.get(f"{TOKENIZER_PREFIX}.model")
     if model == BPE_MODEL:
-        return _byte_level_document(metadata)
+        name = metadata.get(f"{TOKENIZER_PREFIX}.pre")
+        if not isinstance(name, str) or name not in PRE_TOKENIZERS:
+            known = ", ".join(PRE_TOKENIZERS)
+            raise ValueError(f"its pre-tokenizer is {name!r:.40}, and {known} are converted")
+        pre_tokenizer = PRE_TOKENIZERS[name]
+        tokens = _metadata_strings(metadata, "tokens")
+        types = _metadata_array(metadata, "token_type").numbers().tolist()
+        merges = [merge.split(" ") for merge in _metadata_strings(metadata, "merges")]
+        _check_tokens(tokens, types)
+        known = {*tokens}
+        for merge in merges:
+            if len(merge) != 2 or not known.issuperset((*merge, "".join(merge))):
+                raise ValueError(f"{' '.join(merge)!r:.60} is not a merge of two tokens")
+        if not pre_tokenizer.pattern:
+            pre_tokenization = _byte_level(use_regex=True)
+        else:
+            split = {
+                "type": "Split",
+                "pattern": {"Regex": pre_tokenizer.pattern},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+            pre_tokenization = {
+                "type": "Sequence",
+                "pretokenizers": [split, _byte_level(use_regex=False)],
+            }
+        return {
+            **NO_PADDING,
+            "added_tokens": _added_tokens(tokens, types, (CONTROL_TYPE, USER_DEFINED_TYPE)),
+            "normalizer": {"type": "NFC"} if pre_tokenizer.is_normalized else None,
+            "pre_tokenizer": pre_tokenization,
+            "post_processor": _post_processor(metadata, tokens, adds_bos=pre_tokenizer.adds_bos),
+            "decoder": _byte_level(use_regex=True),
+            "model": {
+                **BPE,
+                "ignore_merges": pre_tokenizer.ignores_merges,
+                "vocab": _token_ids(tokens, types),
+                "merges": merges,
+            },
+        }
     if model == SENTENCEPIECE_MODEL:
         return _sentencepiece_document(metadata, has_merges=has_merges)
     raise ValueError(f"its tokenizer is {model!r:.40}, and BPE and SentencePiece are converted")
-
-
-def _check_spaces_are_kept(metadata: Mapping[str, Any]) -> None:
-    """Raise ValueError if spaces after special tokens are removed."""
-    name = str(metadata.get("general.name", "")).lower()
-    is_stripped = metadata.get("general.architecture") == STRIPPED_ARCHITECTURE
-    if is_stripped or any(stripped in name for stripped in STRIPPED_NAMES):
-        raise ValueError("spaces after special tokens of Phi-3 are removed, which is not supported")
-
-
-def _byte_level_document(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tokenizer.json of a BPE tokenizer of bytes."""
-    name = metadata.get(f"{TOKENIZER_PREFIX}.pre")
-    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
-        known = ", ".join(PRE_TOKENIZERS)
-        raise ValueError(f"its pre-tokenizer is {name!r:.40}, and {known} are converted")
-    pre_tokenizer = PRE_TOKENIZERS[name]
-    tokens = _metadata_strings(metadata, "tokens")
-    types = _metadata_array(metadata, "token_type").numbers().tolist()
-    merges = [merge.split(" ") for merge in _metadata_strings(metadata, "merges")]
-    _check_tokens(tokens, types)
-    _check_merges(tokens, merges)
-    return {
-        **NO_PADDING,
-        "added_tokens": _added_tokens(tokens, types, (CONTROL_TYPE, USER_DEFINED_TYPE)),
-        "normalizer": {"type": "NFC"} if pre_tokenizer.is_normalized else None,
-        "pre_tokenizer": _pre_tokenizer(pre_tokenizer),
-        "post_processor": _post_processor(metadata, tokens, adds_bos=pre_tokenizer.adds_bos),
-        "decoder": _byte_level(use_regex=True),
-        "model": {
-            **BPE,
-            "ignore_merges": pre_tokenizer.ignores_merges,
-            "vocab": _token_ids(tokens, types),
-            "merges": merges,
-        },
-    }
 
 
 def _sentencepiece_document(metadata: Mapping[str, Any], *, has_merges: bool) -> dict[str, Any]:
@@ -171,10 +186,25 @@ def _sentencepiece_document(metadata: Mapping[str, Any], *, has_merges: bool) ->
     types = _metadata_array(metadata, "token_type").numbers().tolist()
     scores = _metadata_array(metadata, "scores").numbers()
     _check_tokens(tokens, types)
-    _check_bytes(tokens, types)
-    pieces = _normal_pieces(tokens, types, scores)
+    byte_tokens = {token for token, token_type in zip(tokens, types) if token_type == BYTE_TYPE}
+    for value in range(256):
+        if f"<0x{value:02X}>" not in byte_tokens:
+            raise ValueError(f"it has no token of the byte 0x{value:02X}")
+    if len(scores) != len(tokens) or not np.isfinite(scores).all():
+        raise ValueError("its tokens have no scores")
+    pieces: dict[str, float] = {}
+    for token, token_type, score in zip(tokens, types, scores.tolist()):
+        if len(token) > MAX_PIECE_LENGTH:
+            raise ValueError(f"a token has {len(token):,} characters")
+        if token_type == USER_DEFINED_TYPE and SPACE in token:
+            raise ValueError(f"the spaces of {token!r} are escaped")
+        if token_type == NORMAL_TYPE:
+            pieces[token] = score
     merges: list[tuple[str, str]] = []
-    if has_merges or not _has_simple_scores(pieces):
+    # If all scores differ and pieces are short, `_merges_of_scores` raises no error.
+    num_splits = sum(map(len, pieces)) - len(pieces)
+    has_ties = len({*pieces.values()}) < len(pieces)
+    if has_merges or has_ties or num_splits > MERGES_PER_PIECE * len(pieces):
         merges = _merges_of_scores(pieces)
     replace_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     normalizers: list[dict[str, Any]] = [replace_spaces]
@@ -203,38 +233,6 @@ def _sentencepiece_document(metadata: Mapping[str, Any], *, has_merges: bool) ->
     }
 
 
-def _check_bytes(tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Raise ValueError if a byte has no token, e.g. `<0x0A>`."""
-    byte_tokens = {token for token, token_type in zip(tokens, types) if token_type == BYTE_TYPE}
-    for value in range(256):
-        if f"<0x{value:02X}>" not in byte_tokens:
-            raise ValueError(f"it has no token of the byte 0x{value:02X}")
-
-
-def _normal_pieces(
-    tokens: Sequence[str], types: Sequence[int], scores: np.ndarray
-) -> dict[str, float]:
-    """Return the scores of the tokens that neighbours are merged to."""
-    if len(scores) != len(tokens) or not np.isfinite(scores).all():
-        raise ValueError("its tokens have no scores")
-    pieces: dict[str, float] = {}
-    for token, token_type, score in zip(tokens, types, scores.tolist()):
-        if len(token) > MAX_PIECE_LENGTH:
-            raise ValueError(f"a token has {len(token):,} characters")
-        if token_type == USER_DEFINED_TYPE and SPACE in token:
-            raise ValueError(f"the spaces of {token!r} are escaped")
-        if token_type == NORMAL_TYPE:
-            pieces[token] = score
-    return pieces
-
-
-def _has_simple_scores(pieces: Mapping[str, float]) -> bool:
-    """Return whether all scores differ, and pieces are short: `_merges_of_scores` then raises no error."""
-    num_splits = sum(map(len, pieces)) - len(pieces)
-    has_ties = len({*pieces.values()}) < len(pieces)
-    return not has_ties and num_splits <= MERGES_PER_PIECE * len(pieces)
-
-
 def _merges_of_scores(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return the merges of vocabulary pieces, the one with the highest score first.
 
@@ -248,45 +246,28 @@ def _merges_of_scores(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
     merges: list[tuple[str, str]] = []
     for _, tokens in groupby(sorted(pieces, key=lambda token: -pieces[token]), key=pieces.get):
         pairs_by_token = {token: _mergeable_pairs(token, pieces) for token in tokens}
-        _check_ties(pairs_by_token, merges)
+        tied = {token for token, pairs in pairs_by_token.items() if pairs}
+        if len(tied) > 1:
+            tokens_by_left: dict[str, set[str]] = {}
+            for token in tied:
+                for left, _ in pairs_by_token[token]:
+                    tokens_by_left.setdefault(left, set()).add(token)
+            for token in tied:
+                for left, right in pairs_by_token[token]:
+                    if {left, right} & tied or tokens_by_left.get(right, set()) - {token}:
+                        raise ValueError(
+                            f"the order of merges to {token!r} and others with its score is unknown"
+                        )
+            for left, right in merges:
+                if left in tied or right in tied:
+                    raise ValueError(
+                        f"{left + right!r} has a higher score than its parts with equal scores"
+                    )
         for pairs in pairs_by_token.values():
             merges += pairs
             if len(merges) > max_merges:
                 raise ValueError(f"its tokens have more than {MERGES_PER_PIECE} merges each")
     return merges
-
-
-def _check_ties(
-    pairs_by_token: Mapping[str, Sequence[tuple[str, str]]], merges: Sequence[tuple[str, str]]
-) -> None:
-    """Raise ValueError if tokens with one score depend on the order of their merges.
-
-    They do not if merges of two of them never share a piece of a text, and no merge of an equal or higher score takes
-    a token that they make. E.g. with `ab` and `cd`, all neighbours a b and c d are merged in any order. With `ab` and
-    `bc` the text abc becomes ab c from left to right, and a bc in the other order.
-
-    Args:
-        pairs_by_token: Tokens with one score, and the pairs of pieces that are merged to each of them.
-        merges: Merges with higher scores.
-    """
-    tied = {token for token, pairs in pairs_by_token.items() if pairs}
-    if len(tied) < 2:
-        return
-    tokens_by_left: dict[str, set[str]] = {}
-    for token in tied:
-        for left, _ in pairs_by_token[token]:
-            tokens_by_left.setdefault(left, set()).add(token)
-    for token in tied:
-        for left, right in pairs_by_token[token]:
-            if {left, right} & tied or tokens_by_left.get(right, set()) - {token}:
-                raise ValueError(
-                    f"the order of merges to {token!r} and others with its score is unknown"
-                )
-    for left, right in merges:
-        if left in tied or right in tied:
-            raise ValueError(
-                f"{left + right!r} has a higher score than its parts with equal scores"
-            )
 
 
 def _mergeable_pairs(token: str, pieces: Collection[str]) -> list[tuple[str, str]]:
@@ -333,14 +314,6 @@ def _check_tokens(tokens: Sequence[str], types: Sequence[int]) -> None:
         raise ValueError("its tokens are not unique, or have no types")
 
 
-def _check_merges(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> None:
-    """Raise ValueError if merges are not pairs of tokens."""
-    known = {*tokens}
-    for merge in merges:
-        if len(merge) != 2 or not known.issuperset((*merge, "".join(merge))):
-            raise ValueError(f"{' '.join(merge)!r:.60} is not a merge of two tokens")
-
-
 def _added_tokens(
     tokens: Sequence[str], types: Sequence[int], added_types: Collection[int]
 ) -> list[dict[str, Any]]:
@@ -369,18 +342,6 @@ def _byte_level(*, use_regex: bool) -> dict[str, Any]:
         "trim_offsets": True,
         "use_regex": use_regex,
     }
-
-
-def _pre_tokenizer(pre_tokenizer: PreTokenizer) -> dict[str, Any]:
-    if not pre_tokenizer.pattern:
-        return _byte_level(use_regex=True)
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": pre_tokenizer.pattern},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    return {"type": "Sequence", "pretokenizers": [split, _byte_level(use_regex=False)]}
 
 
 def _post_processor(
@@ -434,19 +395,3 @@ def _metadata_token(metadata: Mapping[str, Any], tokens: Sequence[str], key: str
     if type(number) is not int or not 0 <= number < len(tokens):
         raise ValueError(f"`{TOKENIZER_PREFIX}.{key}_token_id` is {number!r:.40}")
     return tokens[number]
-
-
-def _tokenizer_settings(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json."""
-    settings: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
-    for key, setting in TOKEN_SETTINGS.items():
-        token = _metadata_token(metadata, tokens, key)
-        if token:
-            settings[setting] = token
-    template = metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        settings["chat_template"] = template
-    return settings

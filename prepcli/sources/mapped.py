@@ -64,6 +64,7 @@ from prepcli.sources.tensor_match import (
     TensorInfo,
     TensorNames,
     detect_names,
+    family_tensors,
 )
 from prepcli.stores.files import read_small_file
 from prepcli.stores.paths import AnyPath
@@ -158,29 +159,23 @@ def apply_map(source: Source, tensor_map: TensorMap) -> Source:
         tensor_file_names=_file_names(source, mapped),
         extra_entries=(*source.extra_entries, *dropped_tensors),
     )
-    return _without_useless_scales(result, tensors)
-
-
-def _without_useless_scales(mapped: Source, tensors: Mapping[str, SourceTensor]) -> Source:
-    """Return a mapped source without scales, if a decoded weight is no longer a tensor of its own.
-
-    The codes of such a weight cannot be written again.
-    """
-    placements = {mapped.names.full_name(each.name): each.placement for each in mapped.tensors}
-    if all(placements.get(name) == tensors[name].placement for name in mapped.quantized):
-        return mapped
+    # Without scales, if a decoded weight is no longer a tensor of its own: its codes cannot be
+    # written again.
+    placements = {result.names.full_name(each.name): each.placement for each in result.tensors}
+    if all(placements.get(name) == tensors[name].placement for name in result.quantized):
+        return result
     kept: list[SourceTensor] = []
-    dropped: list[DroppedTensor] = []
-    for tensor in mapped.state_tensors:
+    scales: list[DroppedTensor] = []
+    for tensor in result.state_tensors:
         if is_quantization_tensor(tensor.name):
-            dropped.append(DroppedTensor(tensor.name, tensor.nbytes, SCALES_RULE))
+            scales.append(DroppedTensor(tensor.name, tensor.nbytes, SCALES_RULE))
         else:
             kept.append(tensor)
     return replace(
-        mapped,
+        result,
         state_tensors=tuple(kept),
         quantized={},
-        extra_entries=(*mapped.extra_entries, *dropped),
+        extra_entries=(*result.extra_entries, *scales),
     )
 
 
@@ -225,27 +220,11 @@ def bind_model_map(
 ) -> tuple[list[MapRow], list[str]]:
     """Give the rows of a map the sizes of a model.
 
-    Args:
-        tensor_map: The map.
-        family: Family of the model, or None for a verbatim one.
-        config: Content of the model's config.json.
-        vocab_rows: Rows of the vocabulary, if they differ from those in the config.
+    `vocab_rows` are the rows of the vocabulary, if they differ from those in the config.
 
     Returns:
         The rows, and the problems of its `size` lines and of the other rows.
     """
-    sizes, problems = _map_sizes(tensor_map, family, config)
-    if family is not None and vocab_rows is not None:
-        sizes[VOCAB_ATOM] = vocab_rows
-    numbers = family.layer_numbers(config) if family else {}
-    rows, row_problems = bind_map(tensor_map, sizes, numbers)
-    return rows, problems + row_problems
-
-
-def _map_sizes(
-    tensor_map: TensorMap, family: Family | None, config: HFConfig
-) -> tuple[AtomSizes, list[str]]:
-    """Return the size of each atom, and the problems of the `size` lines."""
     sizes: AtomSizes = {}
     if family is not None:
         sizes |= family.sizes(config)
@@ -260,7 +239,11 @@ def _map_sizes(
             why = f"the atom `{atom}` has two sizes: {size}, and {sizes[atom]} in config.json"
             problems.append(f"line {line.line}: {why}")
         sizes[atom] = size
-    return sizes, problems
+    if family is not None and vocab_rows is not None:
+        sizes[VOCAB_ATOM] = vocab_rows
+    numbers = family.layer_numbers(config) if family else {}
+    rows, row_problems = bind_map(tensor_map, sizes, numbers)
+    return rows, problems + row_problems
 
 
 def misfit_error(tensor_map: TensorMap, source: Source, problems: list[str]) -> PrepError:
@@ -291,7 +274,9 @@ def _family_problems(
     names = detect_names(family, config, full_names=targets.keys())
     by_name = {names.bare_name(name): rows for name, rows in targets.items()}
     targets_of = {name: rows[0].target.source_shape for name, rows in by_name.items()}
-    expected = _expected_shapes(family, config, targets_of)
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, axis_map in family_tensors(family, config, targets_of):
+        expected[name] = axis_map.source_shape
     ignored = re.compile("|".join(map("({})".format, dropped_patterns(family))) or r"(?!)")
     others = {*family.duplicates, family.tying.head_tensor}
     others |= prediction_names(family, config, by_name)
@@ -311,22 +296,6 @@ def _family_problems(
     return problems
 
 
-def _expected_shapes(
-    family: Family, config: HFConfig, tensors: StoredShapes
-) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor of a model, by bare name."""
-    rows = parameter_rows(family, config, tensors=tensors)
-    if family.is_tied(config, tensors.keys()):
-        rows.pop(family.tying.head_leaf, None)
-    sizes = family.sizes(config)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for row in rows.values():
-        axis_map = bind_row(row, sizes)
-        for name, _ in axis_map.tensors():
-            shapes[name] = axis_map.source_shape
-    return shapes
-
-
 def map_tensors(
     rows: Sequence[MapRow], tensors: Mapping[str, SourceTensor], names: TensorNames | None
 ) -> tuple[SourceTensor, ...]:
@@ -340,7 +309,14 @@ def map_tensors(
             if row.is_copy:
                 copies.append(replace(stored, name=name))
             else:
-                location = _composed(row, indices, stored)
+                location = None
+                if len(stored.placement) == 1:
+                    location = compose_location(row, indices, stored.placement[0])
+                if location is None:
+                    what = f"{stored.name} cannot be transposed or taken apart"
+                    why = f"it is stored in parts, and line {row.line} of the map changes its order"
+                    hint = text("{} first, and map its output", Option("verbatim", True))
+                    raise PrepError(what, why, hint)
                 parts.append((name, row.target.source_shape, stored, location))
     return tuple(sorted((*copies, *_join_parts(parts)), key=file_position))
 
@@ -375,19 +351,6 @@ def apply_recorded_map(source: Source, tensor_map: TensorMap) -> Source:
         made_from = () if digests else tensor.made_from
         tensors.append(replace(tensor, digests=digests, made_from=made_from))
     return replace(mapped, tensors=tuple(tensors))
-
-
-def _composed(row: MapRow, indices: Mapping[str, int], stored: SourceTensor) -> Location:
-    """Return where a target is stored in a tensor."""
-    location = None
-    if len(stored.placement) == 1:
-        location = compose_location(row, indices, stored.placement[0])
-    if location is None:
-        what = f"{stored.name} cannot be transposed or taken apart"
-        why = f"it is stored in parts, and line {row.line} of the map changes its order"
-        hint = text("{} first, and map its output", Option("verbatim", True))
-        raise PrepError(what, why, hint)
-    return location
 
 
 def _file_names(source: Source, mapped: Sequence[SourceTensor]) -> tuple[str, ...]:

@@ -157,60 +157,49 @@ class _MapParser:
     def read(self, line: int, statement: str) -> None:
         """Read a line without its comment."""
         try:
-            self._read_statement(line, statement)
+            if len(statement) > MAX_LINE_CHARS:
+                raise row_error("", f"it has more than {MAX_LINE_CHARS:,} characters")
+            keyword, _, value = statement.partition(" ")
+            if ARROW in statement:
+                if statement.count(ARROW) != 1:
+                    raise row_error(statement, f"it has several `{ARROW}`")
+                left, right = statement.split(ARROW)
+                row = ParsedMapRow(
+                    line, statement, parse_tensor(statement, left), parse_tensor(statement, right)
+                )
+                for tensor in (row.target, row.source):
+                    atoms = tensor.free_atoms
+                    repeated = {atom for atom in atoms if atoms.count(atom) > 1}
+                    if repeated:
+                        raise row_error(statement, f"`{min(repeated)}` appears twice on one side")
+                unmatched = {*row.target.free_atoms} ^ {*row.source.free_atoms}
+                if unmatched:
+                    raise row_error(statement, f"`{min(unmatched)}` appears on one side only")
+                self.rows.append(row)
+            elif keyword == "family" and value:
+                if self.family:
+                    raise row_error(statement, "the family is named twice")
+                self.family = value.strip()
+            elif keyword == "size" and "=" in value:
+                atom, _, size = value.partition("=")
+                atom = atom.strip()
+                if not atom.isidentifier():
+                    raise row_error(value, f"`{atom:.60}` is not a valid atom name")
+                if atom in self.sizes:
+                    first = self.sizes[atom].line
+                    raise row_error(
+                        value, f"the atom `{atom}` has two sizes, the first one in line {first}"
+                    )
+                self.sizes[atom] = MapLine(line, size.strip())
+            elif keyword == "drop" and value:
+                if len(self.drops) == MAX_DROPS:
+                    raise row_error(statement, f"a map has at most {MAX_DROPS:,} `drop` lines")
+                self.drops.append(MapLine(line, value.strip()))
+            else:
+                why = f"`{statement:.60}` is no row, and no `family`, `size` or `drop` line"
+                raise row_error(statement, why)
         except PrepError as error:
             self.problems.append(f"line {line}: {error.why}")
-
-    def _read_statement(self, line: int, statement: str) -> None:
-        if len(statement) > MAX_LINE_CHARS:
-            raise row_error("", f"it has more than {MAX_LINE_CHARS:,} characters")
-        keyword, _, value = statement.partition(" ")
-        if ARROW in statement:
-            self.rows.append(_parse_map_row(line, statement))
-        elif keyword == "family" and value:
-            if self.family:
-                raise row_error(statement, "the family is named twice")
-            self.family = value.strip()
-        elif keyword == "size" and "=" in value:
-            self._read_size(line, value)
-        elif keyword == "drop" and value:
-            if len(self.drops) == MAX_DROPS:
-                raise row_error(statement, f"a map has at most {MAX_DROPS:,} `drop` lines")
-            self.drops.append(MapLine(line, value.strip()))
-        else:
-            why = f"`{statement:.60}` is no row, and no `family`, `size` or `drop` line"
-            raise row_error(statement, why)
-
-    def _read_size(self, line: int, value: str) -> None:
-        atom, _, size = value.partition("=")
-        atom = atom.strip()
-        if not atom.isidentifier():
-            raise row_error(value, f"`{atom:.60}` is not a valid atom name")
-        if atom in self.sizes:
-            first = self.sizes[atom].line
-            raise row_error(
-                value, f"the atom `{atom}` has two sizes, the first one in line {first}"
-            )
-        self.sizes[atom] = MapLine(line, size.strip())
-
-
-def _parse_map_row(line: int, statement: str) -> ParsedMapRow:
-    """Parse `target: dims <- tensor: dims`."""
-    if statement.count(ARROW) != 1:
-        raise row_error(statement, f"it has several `{ARROW}`")
-    left, right = statement.split(ARROW)
-    row = ParsedMapRow(
-        line, statement, parse_tensor(statement, left), parse_tensor(statement, right)
-    )
-    for tensor in (row.target, row.source):
-        atoms = tensor.free_atoms
-        repeated = {atom for atom in atoms if atoms.count(atom) > 1}
-        if repeated:
-            raise row_error(statement, f"`{min(repeated)}` appears twice on one side")
-    unmatched = {*row.target.free_atoms} ^ {*row.source.free_atoms}
-    if unmatched:
-        raise row_error(statement, f"`{min(unmatched)}` appears on one side only")
-    return row
 
 
 def compute_size(value: str, config: HFConfig) -> int | tuple[int, ...]:
@@ -326,21 +315,19 @@ def bind_map(
     problems: list[str] = []
     for row in tensor_map.rows:
         try:
-            rows.append(_bind_map_row(row, sizes, numbers))
+            atoms = row.target.free_atoms
+            target = _parsed_axis_map(row.text, row.target, atoms)
+            source = _parsed_axis_map(row.text, row.source, atoms)
+            rows.append(
+                MapRow(
+                    row.line,
+                    bind_row(number_tensors(target, numbers), sizes),
+                    bind_row(number_tensors(source, numbers), sizes),
+                )
+            )
         except PrepError as error:
             problems.append(f"line {row.line}: {error.why}")
     return rows, problems
-
-
-def _bind_map_row(row: ParsedMapRow, sizes: Sizes, numbers: Mapping[str, Sequence[int]]) -> MapRow:
-    atoms = row.target.free_atoms
-    target = _parsed_axis_map(row.text, row.target, atoms)
-    source = _parsed_axis_map(row.text, row.source, atoms)
-    return MapRow(
-        row.line,
-        bind_row(number_tensors(target, numbers), sizes),
-        bind_row(number_tensors(source, numbers), sizes),
-    )
 
 
 def _parsed_axis_map(row: str, tensor: ParsedTensor, atoms: Sequence[str]) -> ParsedAxisMap:
@@ -366,31 +353,28 @@ class MapCoverage:
         self._num_pairs = 0
         self._row_coverage = RowCoverage()
         for row in rows:
-            self._add_row(row)
-
-    def _add_row(self, row: MapRow) -> None:
-        self._num_pairs += row.num_pairs
-        if self._num_pairs > MAX_PAIRS:
-            why = f"up to this row, the map has {self._num_pairs:,} pairs of tensors"
-            self.problems.append(f"line {row.line}: {why}, at most {MAX_PAIRS:,} are supported")
-            return
-        missing: list[str] = []
-        wrong: list[str] = []
-        shape = row.source.source_shape
-        for name, _ in row.source.tensors():
-            tensor = self._tensors.get(name)
-            self.sources.setdefault(name, []).append(row)
-            if tensor is None:
-                missing.append(name)
-            elif tensor.shape != shape:
-                wrong.append(f"{name} has shape {[*tensor.shape]}, the row {[*shape]}")
-        for name, _ in row.target.tensors():
-            self.targets.setdefault(name, []).append(row)
-        if missing:
-            verb = "does" if len(missing) == 1 else "do"
-            self.problems.append(f"line {row.line}: {_listed(missing)} {verb} not exist")
-        if wrong:
-            self.problems.append(f"line {row.line}: {_listed(wrong)}")
+            self._num_pairs += row.num_pairs
+            if self._num_pairs > MAX_PAIRS:
+                why = f"up to this row, the map has {self._num_pairs:,} pairs of tensors"
+                self.problems.append(f"line {row.line}: {why}, at most {MAX_PAIRS:,} are supported")
+                continue
+            missing: list[str] = []
+            wrong: list[str] = []
+            shape = row.source.source_shape
+            for name, _ in row.source.tensors():
+                tensor = self._tensors.get(name)
+                self.sources.setdefault(name, []).append(row)
+                if tensor is None:
+                    missing.append(name)
+                elif tensor.shape != shape:
+                    wrong.append(f"{name} has shape {[*tensor.shape]}, the row {[*shape]}")
+            for name, _ in row.target.tensors():
+                self.targets.setdefault(name, []).append(row)
+            if missing:
+                verb = "does" if len(missing) == 1 else "do"
+                self.problems.append(f"line {row.line}: {_listed(missing)} {verb} not exist")
+            if wrong:
+                self.problems.append(f"line {row.line}: {_listed(wrong)}")
 
     def check_elements(self) -> None:
         """Check that every element of each named tensor belongs to one row."""

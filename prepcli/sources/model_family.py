@@ -71,13 +71,7 @@ def find_text_part(
 def multimodal_wrapper_prefix(
     config: HFConfig, full_names: Collection[str], drop: Sequence[str] = ()
 ) -> str:
-    """Return the prefix of all names of a multimodal model from a wrapper. Empty for any other model.
-
-    Args:
-        config: Content of its config.json.
-        full_names: Names of its tensors in the file.
-        drop: Patterns of tensors of the text part that its family need not have.
-    """
+    """Return the prefix of all names of a multimodal model from a wrapper. Empty for any other model."""
     if text_section(config) is None or config.get("model_type") in FAMILIES:
         return ""
 
@@ -89,12 +83,7 @@ def multimodal_wrapper_prefix(
 
 
 def text_part_fault(source: Source, drop: Sequence[str] = ()) -> str:
-    """Return why a multimodal checkpoint is read under the names in its files. Empty for any other source.
-
-    Args:
-        source: The opened source.
-        drop: Patterns of tensors that may lie among those of the text part.
-    """
+    """Return why a multimodal checkpoint is read under the names in its files. Empty for any other source."""
     if not source.family.is_verbatim or text_section(source.config) is None:
         return ""
     try:
@@ -109,9 +98,7 @@ def split_towers(source: Source, drop: Sequence[str] = ()) -> Source:
 
     The other tensors are those outside of the text part of a multimodal model, and those of multi-token prediction.
 
-    Args:
-        source: A source with the names of transformers. Without such tensors, it is returned unchanged.
-        drop: Patterns of tensors that may lie among those of the text part.
+    A source without the names of transformers is returned unchanged.
     """
     if source.family.is_verbatim:
         # The names of a verbatim output have the prefix. So have those of a model with a text part only with `drop`.
@@ -346,9 +333,7 @@ def find_config_path(hints: SourceHints, folder: AnyPath, display_name: str) -> 
 def as_verbatim(source: Source, dtype: str | None = None) -> Source:
     """Return a source with the verbatim family of its tensors.
 
-    Args:
-        source: A source of any family.
-        dtype: Requested dtype of the output. Tensors of two dtypes then form one leaf if both are cast to it.
+    Tensors of two dtypes form one leaf if both are cast to `dtype`, the requested one of the output.
     """
     types: dict[str, tuple[str, tuple[int, ...]]] = {}
     tensors: list[SourceTensor] = []
@@ -388,7 +373,13 @@ def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedT
         what = text("{} is not supported for {}", Option("layers"), source.display_name)
         raise PrepError(what, "its config does not state the number of layers", f"edit {CONFIG}")
     if not source.family.is_verbatim:
-        _check_first_layers_are_stored(source, config)
+        absent = missing_tensors(source.family, source.config, config)
+        if absent:
+            what = text("{} is not supported for {}", Option("layers"), source.display_name)
+            why = (
+                f"the last layer of a model has tensors of its own, and {absent[0]} does not exist"
+            )
+            raise PrepError(what, why, text("convert it without {}", Option("layers")))
     _check_attention_is_kept(source, config, layers)
     table_dims = tensors_of_all_layers(source.family, source.config)
     kept: list[SourceTensor] = []
@@ -453,11 +444,7 @@ def _truncate_table(
 
     The part has no recorded digest of its own.
 
-    Args:
-        source: The source.
-        tensor: A tensor with the values of all layers.
-        axis: Its dim with the layers in order: 0 for rows, 1 for columns.
-        layers: Number of layers to keep.
+    The layers are in order in the dim `axis`: 0 for rows, 1 for columns.
     """
     extent = tensor.shape[axis]
     length = extent // source.family.sizes(source.config)[INPUT_LAYERS] * layers
@@ -473,15 +460,6 @@ def _truncate_table(
     if axis:
         return part, DroppedTensor(tensor.name, nbytes, LAYERS_RULE, columns=removed)
     return part, DroppedTensor(tensor.name, nbytes, LAYERS_RULE, removed)
-
-
-def _check_first_layers_are_stored(source: Source, truncated: HFConfig) -> None:
-    """Raise PrepError if the source lacks a tensor of a model of the first layers."""
-    names = missing_tensors(source.family, source.config, truncated)
-    if names:
-        what = text("{} is not supported for {}", Option("layers"), source.display_name)
-        why = f"the last layer of a model has tensors of its own, and {names[0]} does not exist"
-        raise PrepError(what, why, text("convert it without {}", Option("layers")))
 
 
 def _truncate_scales(

@@ -19,9 +19,8 @@ from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
 from prepcli.sources.dropped_tensors import UNINDEXED_RULE, matching_drops, unindexed_names
-from prepcli.sources.folders import OpenFolder
 from prepcli.sources.foreign_trees import NATIVE_LAYOUT
-from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.locate import LocatedCheckpoint, OpenFolder
 from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
 from prepcli.sources.maps import TensorMap
 from prepcli.sources.model_family import split_towers, verbatim_error
@@ -29,7 +28,7 @@ from prepcli.sources.references import CONFIG, KeptScales, SourceHints
 from prepcli.sources.side_files import check_patterns, unread_weights
 from prepcli.sources.source import Source, check_headers
 from prepcli.stores.files import list_folder
-from prepcli.stores.paths import SMALL_NBYTES, AnyPath, StorePath, fetch_copies, is_remote
+from prepcli.stores.paths import SMALL_NBYTES, StorePath, fetch_copies, is_remote
 
 # A note names at most this many tensors that the index does not name.
 MAX_UNINDEXED_NAMES = 5
@@ -97,10 +96,8 @@ def open_source(
         if training_state or source.manifest is not None:
             source = _with_training_state(source, located, is_requested=training_state)
         if source.manifest is not None:
-            check_headers(_folder(source), source.manifest, source.file_stamps)
-        source = _with_omitted(source, located.files)
-        if is_remote(source.files):
-            source = _with_store_stamps(source)
+            check_headers(source.folder, source.manifest, source.file_stamps)
+        source = _with_listed_files(source, located.files)
         if export_map is None and hints.verbatim:
             source = _with_model_digests(source, located, config_path)
         row = FORMATS[located.kind]
@@ -118,11 +115,6 @@ def open_source(
         if verbatim is False and source.family.is_verbatim:
             raise verbatim_error(located.display_name)
         return source
-
-
-def _folder(source: Source) -> AnyPath:
-    """Return the folder of a source that is a folder or a file."""
-    return source.root if source.root.is_dir() else source.root.parent
 
 
 def _with_model_digests(
@@ -187,14 +179,15 @@ def _check_layout_is_used(
 
 def read_source(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     """Read the headers and settings of a checkpoint with the opener of its format. Only this opener is imported."""
-    opener = import_module(f"prepcli.sources.openers.{FORMATS[located.kind].opener}")
-    source = opener.read(located, hints)
+    module, _, name = FORMATS[located.kind].opener.partition(".")
+    read = getattr(import_module(f"prepcli.sources.openers.{module}"), name)
+    source = read(located, hints)
     assert isinstance(source, Source)
     return source
 
 
-def _with_omitted(source: Source, files: OpenFolder) -> Source:
-    """Return a source with descriptions of all files beside it that a conversion leaves out."""
+def _with_listed_files(source: Source, files: OpenFolder) -> Source:
+    """Return a source with descriptions of the files that a conversion leaves out, and the digests of a server."""
     unread: list[str] = []
     # The checksums of an Orbax item of prep are in a *.bin file.
     if source.root.is_dir() and not source.tree_manifest:
@@ -203,41 +196,43 @@ def _with_omitted(source: Source, files: OpenFolder) -> Source:
         names = files.listed_names if is_listed else list_folder(source.root)
         unread = unread_weights(names, read_names)
     omitted = dict.fromkeys((*source.omitted, *files.omitted, *unread))
-    return replace(source, omitted=tuple(omitted))
+    source = replace(source, omitted=tuple(omitted))
+    if not is_remote(source.files):
+        return source
+    stamps: list[SourceFile] = []
+    for stamp, path in zip(source.file_stamps, source.files):
+        if isinstance(path, StorePath):
+            stamp = SourceFile(stamp.path, path.file.size, 0, path.file.digest)
+        stamps.append(stamp)
+    return replace(source, file_stamps=tuple(stamps))
 
 
 def _note_reading(source: Source, located: LocatedCheckpoint, drop: Sequence[str]) -> None:
     """Note how the files of a source were read."""
     if source.extra_entries:
-        _report_unindexed(source, located, drop)
+        entries = [entry for entry in source.extra_entries if entry.rule == UNINDEXED_RULE]
+        refused: list[DroppedTensor] = []
+        if located.access.strict:
+            for entry, name in zip(entries, unindexed_names(entries), strict=True):
+                if not matching_drops(name, source, drop):
+                    refused.append(entry)
+        names = [entry.name for entry in refused or entries]
+        if names:
+            verb = "is" if len(names) == 1 else "are"
+            count = f"{count_text(len(names), 'tensor')} of {source.display_name}"
+            listed = join_names(names, max_names=MAX_UNINDEXED_NAMES)
+            if refused:
+                what = f"{count} {verb} not in its index"
+                option = Option("strict", True)
+                hint = text("without {} they are ignored, as in transformers", option)
+                raise PrepError(what, listed, hint)
+            located.access.note(f"{count} {verb} ignored: not in its index: {listed}")
     for note in source.notes:
         located.access.note(note)
     if prefix := source.names.wrapper_prefix:
         located.access.note(
             f"the prefix {quote_name(prefix)} of all tensors of {located.display_name} is taken off"
         )
-
-
-def _report_unindexed(source: Source, located: LocatedCheckpoint, drop: Sequence[str]) -> None:
-    """Note the tensors in the files that the index does not name."""
-    entries = [entry for entry in source.extra_entries if entry.rule == UNINDEXED_RULE]
-    refused: list[DroppedTensor] = []
-    if located.access.strict:
-        for entry, name in zip(entries, unindexed_names(entries), strict=True):
-            if not matching_drops(name, source, drop):
-                refused.append(entry)
-    names = [entry.name for entry in refused or entries]
-    if not names:
-        return
-    verb = "is" if len(names) == 1 else "are"
-    count = f"{count_text(len(names), 'tensor')} of {source.display_name}"
-    listed = join_names(names, max_names=MAX_UNINDEXED_NAMES)
-    if refused:
-        what = f"{count} {verb} not in its index"
-        option = Option("strict", True)
-        hint = text("without {} they are ignored, as in transformers", option)
-        raise PrepError(what, listed, hint)
-    located.access.note(f"{count} {verb} ignored: not in its index: {listed}")
 
 
 def _with_training_state(
@@ -307,14 +302,3 @@ def check_recorded_files(located: LocatedCheckpoint) -> None:
         )
     else:
         check_files(folder, manifest, selected)
-
-
-def _with_store_stamps(source: Source) -> Source:
-    """Return a source whose files on a server are identified by the digests of their listing."""
-    stamps = tuple(
-        SourceFile(stamp.path, path.file.size, 0, path.file.digest)
-        if isinstance(path, StorePath)
-        else stamp
-        for stamp, path in zip(source.file_stamps, source.files)
-    )
-    return replace(source, file_stamps=stamps)

@@ -16,8 +16,14 @@ from prepcli.core.formatting import join_names
 from prepcli.core.json_values import quote_name
 from prepcli.core.observer import Progress
 from prepcli.formats.lock_file import Lock, LockedFile, LockedTensor
-from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, find_manifest_folder, read_manifest
-from prepcli.formats.run_steps import saved_steps, step_folder
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
+    NO_MANIFEST,
+    find_manifest_folder,
+    read_manifest,
+    saved_steps,
+    step_folder,
+)
 from prepcli.planning.manifest_fields import Manifest, OriginRecord
 from prepcli.sources.references import CONFIG, HubRepo, parse_reference
 from prepcli.sources.source import Source, SourceTensor
@@ -77,13 +83,19 @@ def find_source(source: RecordedSource, output: AnyPath, search: Sequence[Path])
     recorded = source.origin.get("manifest")
     first: str | None = None
     for path in _candidates(source.name, output, search):
-        if recorded is None or _manifest_digest(path) == recorded:
+        if recorded is None or _read_manifest(path).digest == recorded:
             return str(path)
         first = first or str(path)
     if recorded is not None:
-        for path in _outputs_below(search):
-            if _manifest_digest(path) == recorded:
-                return str(path)
+        for folder in search:
+            for parent, folders, files in os.walk(folder):
+                depth = len(Path(parent).relative_to(folder).parts)
+                if depth == MAX_SEARCH_DEPTH:
+                    folders.clear()
+                if MANIFEST_FILE in files:
+                    path = Path(parent)
+                    if _read_manifest(path).digest == recorded:
+                        return str(path)
     return first
 
 
@@ -136,22 +148,6 @@ def _candidates(name: str, output: AnyPath, search: Sequence[Path]) -> Iterator[
             yield place
 
 
-def _outputs_below(search: Sequence[Path]) -> Iterator[Path]:
-    """Yield the outputs of prep in the folders to search."""
-    for folder in search:
-        for parent, folders, files in os.walk(folder):
-            depth = len(Path(parent).relative_to(folder).parts)
-            if depth == MAX_SEARCH_DEPTH:
-                folders.clear()
-            if MANIFEST_FILE in files:
-                yield Path(parent)
-
-
-def _manifest_digest(path: Path) -> str | None:
-    """Return the digest of the manifest of a checkpoint. None without a manifest, or if it is damaged."""
-    return _read_manifest(path).digest
-
-
 def _read_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint. NO_MANIFEST without one, or if it is damaged."""
     folder = path.parent if path.is_file() else find_manifest_folder(path)
@@ -170,7 +166,8 @@ def make_lock(
     progress: Progress,
 ) -> Lock:
     """Return the lock of a source."""
-    paths = {**settings_files(source), **_weight_files(source)}
+    weights = {_name_in_checkpoint(source, path): path for path in source.files}
+    paths = {**settings_files(source), **weights}
     sizes = {name: stat_file(path).st_size for name, path in paths.items()}
     published = _published_digests(source)
     files: dict[str, LockedFile] = {}
@@ -212,7 +209,23 @@ def apply_lock(
         differences.append(f"its commit is {revision}, the lock has {lock.revision}")
     differences += _file_differences(source, lock, hashes_weights=has_other_tensors)
     if not has_other_tensors:
-        differences += _tensor_differences(source, lock)
+        names = _stored_names(source)
+        tensors = {names[tensor.name]: tensor for tensor in source.all_tensors}
+        for name in sorted({*tensors, *lock.tensors}):
+            label = f"tensor {quote_name(name)}"
+            tensor = tensors.get(name)
+            locked = lock.tensors.get(name)
+            if tensor is None:
+                differences.append(f"{label} is missing")
+            elif locked is None:
+                differences.append(f"{label} is not in the lock")
+            elif (tensor.dtype, tensor.shape) != (locked.dtype, locked.shape):
+                present = f"{tensor.dtype} {list(tensor.shape)}"
+                differences.append(
+                    f"{label} is {present}, the lock has {locked.dtype} {list(locked.shape)}"
+                )
+            elif tensor.digests and tensor.digests != locked.digests:
+                differences.append(f"{label} has other digests in {MANIFEST_FILE} than in the lock")
     if differences:
         raise PrepError(
             f"{source.display_name} differs from {lock_name}",
@@ -255,7 +268,7 @@ def _with_digests(
 def _file_differences(source: Source, lock: Lock, *, hashes_weights: bool) -> Iterator[str]:
     """Yield a text for each file with another size or digest, and for each missing or additional file."""
     settings = settings_files(source)
-    weights = _weight_files(source)
+    weights = {_name_in_checkpoint(source, path): path for path in source.files}
     paths = {**settings, **weights}
     sizes = {name: stat_file(path).st_size for name, path in paths.items()}
     published = _published_digests(source)
@@ -277,25 +290,6 @@ def _file_differences(source: Source, lock: Lock, *, hashes_weights: bool) -> It
                 yield f"{label} has the SHA-256 {digest}, the lock has {locked.digest}"
 
 
-def _tensor_differences(source: Source, lock: Lock) -> Iterator[str]:
-    """Yield a text for each missing or additional tensor, and for each with another dtype, shape or digest."""
-    names = _stored_names(source)
-    tensors = {names[tensor.name]: tensor for tensor in source.all_tensors}
-    for name in sorted({*tensors, *lock.tensors}):
-        label = f"tensor {quote_name(name)}"
-        tensor = tensors.get(name)
-        locked = lock.tensors.get(name)
-        if tensor is None:
-            yield f"{label} is missing"
-        elif locked is None:
-            yield f"{label} is not in the lock"
-        elif (tensor.dtype, tensor.shape) != (locked.dtype, locked.shape):
-            present = f"{tensor.dtype} {list(tensor.shape)}"
-            yield f"{label} is {present}, the lock has {locked.dtype} {list(locked.shape)}"
-        elif tensor.digests and tensor.digests != locked.digests:
-            yield f"{label} has other digests in {MANIFEST_FILE} than in the lock"
-
-
 def _stored_names(source: Source) -> dict[str, str]:
     """Return the name of each tensor in the files of a source, by its name in `source.all_tensors`."""
     names = source.display_names()
@@ -308,17 +302,12 @@ def settings_files(source: Source) -> dict[str, AnyPath]:
     """Return the config, the tokenizer and the other small files of a source, by name in the lock."""
     paths = [file.path for file in source.small_files]
     # A decoded or a truncated model has another config than its file, which the lock covers all the same.
-    config_path = source.config_path or _source_folder(source) / CONFIG
+    config_path = source.config_path or source.folder / CONFIG
     if config_path.is_file():
         paths.append(config_path)
     if source.manifest is not None:
-        paths.append(_source_folder(source) / MANIFEST_FILE)
+        paths.append(source.folder / MANIFEST_FILE)
     return {_name_in_checkpoint(source, path): path for path in paths}
-
-
-def _weight_files(source: Source) -> dict[str, AnyPath]:
-    """Return the files of the tensors, by name in the lock."""
-    return {_name_in_checkpoint(source, path): path for path in source.files}
 
 
 def _published_digests(source: Source) -> dict[str, str | None]:
@@ -335,12 +324,7 @@ def _published_digests(source: Source) -> dict[str, str | None]:
     return digests
 
 
-def _source_folder(source: Source) -> AnyPath:
-    """Return the folder of a source. A single file is in the folder of its manifest."""
-    return source.root if source.root.is_dir() else source.root.parent
-
-
 def _name_in_checkpoint(source: Source, path: AnyPath) -> str:
     """Return the path of a file within its checkpoint, or its name if it is elsewhere, e.g. a config of the user."""
-    inside = path_in_folder(path, _source_folder(source))
+    inside = path_in_folder(path, source.folder)
     return path.name if inside is None else inside.as_posix()

@@ -16,8 +16,8 @@ from typing import Literal
 
 from prepcli.core.errors import Command, Key, Option, PrepError, Text, text, usage_error
 from prepcli.core.formatting import shorten, suggest
-from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.run_steps import (
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
     RECIPE_FILE,
     STEP_NAME,
     best_step,
@@ -28,7 +28,6 @@ from prepcli.formats.run_steps import (
 )
 from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.stores.addresses import (
-    HubAddress,
     ObjectStoreUrl,
     is_url,
     parse_hub_address,
@@ -226,7 +225,27 @@ def parse_reference(
     if path and os.path.exists(folder):
         return _without_revision(LocalPath(name, folder, part), revision)
     if address := parse_hub_address(name):
-        return _repo_of_address(name, address, revision, cwd)
+        hub_id = _hub_id(address.hub_id)
+        if address.repo_type != "model":
+            hint = text("name a model")
+            if address.repo_type == "dataset":
+                key = Key("data.path", f"hf://datasets/{address.hub_id}")
+                hint = text("{} in a recipe reads it", key)
+            raise usage_error(
+                f"`{name}` is not a model", f"it is a {address.repo_type} on the hub", hint
+            )
+        is_gguf = address.path.endswith(".gguf")
+        if address.path and not is_gguf:
+            why = f"`{address.path}` is part of a model, and a model is read as a whole"
+            raise usage_error(f"`{name}` is not a model", why, f"`{hub_id}`")
+        if not _HUB_ID.fullmatch(hub_id):
+            raise _unknown_name_error(hub_id, cwd)
+        if address.revision:
+            _, revision = _split_revision(f"{address.hub_id}@{address.revision}", revision)
+        model_name = address.hub_id.rpartition("/")[2]
+        if is_gguf:
+            model_name = Path(address.path).stem
+        return HubRepo(hub_id, model_name, revision, address.path)
     if is_url(name):
         return _without_revision(BucketUrl(name, parse_url(name)), revision)
     if part:
@@ -279,7 +298,16 @@ def _parse_step(run: str, step: int | str) -> RunStep | BucketUrl:
             text("{}", Option("step", LAST)),
         )
     if is_url(run):
-        return _parse_step_url(run, str(step))
+        step_name = str(step)
+        # The listing of the run's folder shows its last step, which `BucketFolder` selects.
+        if step_name == LAST:
+            return BucketUrl(run, parse_url(run))
+        if step_name == BEST:
+            why = "the manifests of all steps would be read over the network"
+            what = text("{} is not supported for {}", Option("step", BEST), run)
+            raise usage_error(what, why, text("{}", Option("step", "N")))
+        url = f"{run.rstrip('/')}/{step_name}"
+        return BucketUrl(url, parse_url(url))
     folder = Path(run).expanduser()
     steps = saved_steps(folder)
     if step == BEST:
@@ -303,19 +331,6 @@ def _parse_step(run: str, step: int | str) -> RunStep | BucketUrl:
     if steps:
         hint = text("{}", Option("step", LAST))
     raise usage_error(what, why, hint)
-
-
-def _parse_step_url(run: str, step: str) -> BucketUrl:
-    """Return the reference to a step of a run in an object store."""
-    # The listing of the run's folder shows its last step, which `BucketFolder` selects.
-    if step == LAST:
-        return BucketUrl(run, parse_url(run))
-    if step == BEST:
-        why = "the manifests of all steps would be read over the network"
-        what = text("{} is not supported for {}", Option("step", BEST), run)
-        raise usage_error(what, why, text("{}", Option("step", "N")))
-    url = f"{run.rstrip('/')}/{step}"
-    return BucketUrl(url, parse_url(url))
 
 
 def _without_revision(
@@ -361,31 +376,6 @@ def _hub_id(name: str) -> str:
     return ALIASES_BY_NAME[name].hub_id if name in ALIASES_BY_NAME else name
 
 
-def _repo_of_address(url: str, address: HubAddress, revision: str | None, cwd: Path) -> HubRepo:
-    """Return the model, or its GGUF file, of an address on the hub."""
-    hub_id = _hub_id(address.hub_id)
-    if address.repo_type != "model":
-        hint = text("name a model")
-        if address.repo_type == "dataset":
-            key = Key("data.path", f"hf://datasets/{address.hub_id}")
-            hint = text("{} in a recipe reads it", key)
-        raise usage_error(
-            f"`{url}` is not a model", f"it is a {address.repo_type} on the hub", hint
-        )
-    is_gguf = address.path.endswith(".gguf")
-    if address.path and not is_gguf:
-        why = f"`{address.path}` is part of a model, and a model is read as a whole"
-        raise usage_error(f"`{url}` is not a model", why, f"`{hub_id}`")
-    if not _HUB_ID.fullmatch(hub_id):
-        raise _unknown_name_error(hub_id, cwd)
-    if address.revision:
-        _, revision = _split_revision(f"{address.hub_id}@{address.revision}", revision)
-    model_name = address.hub_id.rpartition("/")[2]
-    if is_gguf:
-        model_name = Path(address.path).stem
-    return HubRepo(hub_id, model_name, revision, address.path)
-
-
 def _split_revision(name: str, revision: str | None) -> tuple[str, str | None]:
     """Split `NAME@REVISION`. Raise UsageError if REVISION is empty or contradicts `--revision`."""
     bare_name, separator, suffix = name.rpartition("@")
@@ -429,31 +419,28 @@ def _visible_folders(cwd: Path) -> list[Path]:
 def _missing_path_error(path: str, reason: str, cwd: Path) -> PrepError:
     target = cwd / os.path.expanduser(path)
     why = f"it looks like a path because it {reason}"
-    return usage_error(
-        f"`{shorten(path, MAX_NAME_CHARS)}` does not exist",
-        why,
-        _missing_path_hint(path, target, cwd),
-    )
-
-
-def _missing_path_hint(path: str, target: Path, cwd: Path) -> str | Text:
-    """Return a hint with a folder of a similar name, else with the folders there, else with the command for names."""
     if target.parent.is_dir():
         names = [folder.name for folder in _visible_folders(target.parent)]
     else:
         names = []
     if suggestion := suggest(target.name, names):
-        return f"did you mean `{path.rstrip('/').removesuffix(target.name)}{suggestion}`?"
-    if not names:
-        return text("{} lists the models that can be named without a path", Command("models"))
-    if target.parent.resolve() == cwd.resolve():
-        where = "here"
+        hint = f"did you mean `{path.rstrip('/').removesuffix(target.name)}{suggestion}`?"
+    elif not names:
+        hint = text("{} lists the models that can be named without a path", Command("models"))
     else:
-        where = f"in {target.parent}"
-    listed = ", ".join(names[:MAX_LISTED_FOLDERS])
-    if len(names) > MAX_LISTED_FOLDERS:
-        listed += " …"
-    return f"folders {where}: {listed}"
+        if target.parent.resolve() == cwd.resolve():
+            where = "here"
+        else:
+            where = f"in {target.parent}"
+        listed = ", ".join(names[:MAX_LISTED_FOLDERS])
+        if len(names) > MAX_LISTED_FOLDERS:
+            listed += " …"
+        hint = f"folders {where}: {listed}"
+    return usage_error(
+        f"`{shorten(path, MAX_NAME_CHARS)}` does not exist",
+        why,
+        hint,
+    )
 
 
 def _unknown_name_error(name: str, cwd: Path) -> PrepError:

@@ -158,10 +158,7 @@ def find_side_files(
 ) -> SideFiles:
     """List the files of a model except config, weights and the record of a training.
 
-    Args:
-        folder: Folder of the model.
-        patterns: Name patterns (`--copy`) of files to copy in any case.
-        names: The names in the folder, if they were listed before.
+    `patterns` (`--copy`) select files in any case. `names` are those in the folder, if they were listed before.
     """
     if not folder.is_dir():
         return NO_SIDE_FILES
@@ -239,7 +236,16 @@ def select_side_files(files: Iterable[ListedFile], patterns: Sequence[str] = ())
         for file in nested:
             is_omitted = any(file.name.startswith(f"{name}/") for name in reasons)
             if is_omitted and matches_any(file.name, patterns) and not is_weight_file(file.name):
-                _check_is_small(folder, nested, file, patterns)
+                if len(nested) > MAX_FILES or file.nbytes > MAX_NBYTES:
+                    what = f"{file.name} is too large to copy: {format_bytes(file.nbytes)}"
+                    if len(nested) > MAX_FILES:
+                        what = f"{folder}/ has more than {MAX_FILES:,} files"
+                    option = Option(
+                        "copy", next(p for p in patterns if matches_any(file.name, [p]))
+                    )
+                    raise PrepError(
+                        what, text("{} takes side files of a model", option), "copy it yourself"
+                    )
                 copied.append(file.name)
             elif not is_omitted:
                 _sort_by_kind(file.name, patterns, copied, left)
@@ -320,19 +326,6 @@ def _omitted_folders(top: str, files: Sequence[ListedFile]) -> dict[str, str]:
     if nbytes > MAX_NBYTES:
         return {top: f"{format_bytes(nbytes)}, the limit is {format_bytes(MAX_NBYTES)}"}
     return outer
-
-
-def _check_is_small(
-    folder: str, files: Sequence[ListedFile], file: ListedFile, patterns: Sequence[str]
-) -> None:
-    """Raise PrepError if a requested file is too large, or its folder has too many files to list."""
-    if len(files) <= MAX_FILES and file.nbytes <= MAX_NBYTES:
-        return
-    what = f"{file.name} is too large to copy: {format_bytes(file.nbytes)}"
-    if len(files) > MAX_FILES:
-        what = f"{folder}/ has more than {MAX_FILES:,} files"
-    option = Option("copy", next(p for p in patterns if matches_any(file.name, [p])))
-    raise PrepError(what, text("{} takes side files of a model", option), "copy it yourself")
 
 
 def _walk(folder: AnyPath, name: str) -> Iterator[tuple[str, AnyPath]]:

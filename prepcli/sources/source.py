@@ -245,6 +245,11 @@ class Source:
         return self.blobs or self.files
 
     @property
+    def folder(self) -> AnyPath:
+        """Folder of the files. A single file is in the folder of its manifest."""
+        return self.root if self.root.is_dir() else self.root.parent
+
+    @property
     def all_tensors(self) -> tuple[SourceTensor, ...]:
         """Parameters and towers (vision or audio parts) in the order of the files, then the rest of a checkpoint."""
         if not self.tower_tensors:
@@ -420,12 +425,7 @@ class TensorLabel:
 def label_tensors(
     source: Source, uses: Mapping[str, tuple[TensorUse, ...]]
 ) -> dict[str, TensorLabel]:
-    """Return the label of each tensor of a source, by its name in `source.all_tensors`.
-
-    Args:
-        source: The checkpoint.
-        uses: The leaves of each parameter's tensor, from matching the source with its family.
-    """
+    """Return the label of each tensor of a source, by its name in `source.all_tensors`."""
     labels: dict[str, TensorLabel] = {}
     for name, display_name in source.display_names().items():
         slot, parameter = split_name(name)

@@ -62,10 +62,7 @@ def find_state_leaves(
 def state_axis_map(path: str, parameter_map: AxisMap, shape: tuple[int, ...]) -> AxisMap:
     """Derive the axis map of an optimizer-state leaf from its parameter's axis map.
 
-    Args:
-        path: Path of the parameter's leaf.
-        parameter_map: The axis map of the parameter.
-        shape: Shape of the leaf: the parameter's shape, or with extent 1 in some axes.
+    The leaf has the shape of the parameter, or extent 1 in some axes.
     """
     # The parameter `layers embed mlp` with 12 layers, reduced in `mlp` to [12, 768, 1]: the tensors are
     # /layers.0.mlp.w to /layers.11.mlp.w, each [768, 1].
@@ -80,7 +77,10 @@ def state_axis_map(path: str, parameter_map: AxisMap, shape: tuple[int, ...]) ->
         if counts_layers([factor.atom for factor in kept_dim]):
             layer_indices.append(TensorIndex(kept_dim))
         else:
-            source_dims.append(_tensor_dim(kept_dim))
+            extent = 1
+            for factor in kept_dim:
+                extent *= factor.extent
+            source_dims.append(TensorDim(extent, 0, kept_dim))
     name = SEPARATOR + path
     if layer_indices:
         name = SEPARATOR + unstacked_path(path, LAYER_MARK)
@@ -90,22 +90,10 @@ def state_axis_map(path: str, parameter_map: AxisMap, shape: tuple[int, ...]) ->
     )
 
 
-def _tensor_dim(factors: tuple[SizedAxis, ...]) -> TensorDim:
-    """Return a tensor dim with the elements of a leaf dim."""
-    extent = 1
-    for factor in factors:
-        extent *= factor.extent
-    return TensorDim(extent, 0, factors)
-
-
 def index_state_tensors(
     axis_maps: Mapping[str, AxisMap],
 ) -> dict[str, tuple[str, AxisMap, StackedIndices]]:
-    """Return the leaf of each tensor that `state_axis_map` names: path, axis map of the parameter, indices of layers.
-
-    Args:
-        axis_maps: Axis map of each parameter, by its path, which may hold the placeholder of the layers.
-    """
+    """Return the leaf of each tensor of `state_axis_map`: path, axis map of the parameter, indices of layers."""
     index: dict[str, tuple[str, AxisMap, StackedIndices]] = {}
     for pattern, parameter_map in axis_maps.items():
         for path in leaf_paths(pattern, parameter_map):

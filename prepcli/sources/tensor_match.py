@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,7 +24,13 @@ from prepcli.core.errors import (
 )
 from prepcli.core.formatting import MAX_CHARS, count_text, join_names
 from prepcli.core.json_values import HFConfig, JsonObject
-from prepcli.models.parameters import Family, dropped_patterns, read_size
+from prepcli.models.parameters import (
+    Family,
+    StoredShapes,
+    dropped_patterns,
+    parameter_rows,
+    read_size,
+)
 from prepcli.models.text_part import pattern_of_layers
 from prepcli.planning.manifest_fields import MAX_ROWS
 from prepcli.planning.plan import DroppedTensor, EqualityCheck
@@ -69,10 +75,7 @@ def read_vocabulary(
 ) -> Vocabulary:
     """Read the vocabulary sizes from a config.
 
-    Args:
-        config: The model's config.
-        default_size: The family's default vocabulary size.
-        true_size: The true size given by the user (`--true-vocab`), for a padded model.
+    `true_size` (`--true-vocab`) is the true size of a padded model.
     """
     stored_size = read_size(config, VOCAB_SIZE_KEY, default_size)
     if true_size is None:
@@ -280,7 +283,17 @@ def detect_names(family: Family, config: HFConfig, *, full_names: Collection[str
             f"{family.prefix}{min(both)} and {min(both)}",
             "remove one of them",
         )
-    alias = _find_embedding_alias(family, config, bare_prefixed | set(full_names))
+    embedding = family.tying.embedding_tensor
+    head = family.tying.head_tensor
+    bare_names = bare_prefixed | set(full_names)
+    # A duplicate that is stored instead of the embedding is read as the embedding.
+    alias = ""
+    if embedding not in bare_names:
+        aliases = [name for name, original in family.duplicates.items() if original == embedding]
+        # safetensors stores tied tensors once, under either name.
+        if head in bare_names and family.is_tied(config, bare_names):
+            aliases.append(head)
+        alias = next((name for name in aliases if name in bare_names), "")
     if not bare_prefixed:
         return TensorNames(family, False, alias, wrapper_prefix=wrapper_prefix)
     unprefixed_names = frozenset(unprefixed)
@@ -298,19 +311,22 @@ def _has_embedding(family: Family, full_names: Collection[str], wrapper_prefix: 
     return False
 
 
-def _find_embedding_alias(family: Family, config: HFConfig, bare_names: Collection[str]) -> str:
-    """Return the first stored duplicate of an embedding missing from the source, or an empty string."""
-    embedding = family.tying.embedding_tensor
-    if embedding in bare_names:
-        return ""
-    for name, original in family.duplicates.items():
-        if original == embedding and name in bare_names:
-            return name
-    # safetensors stores tied tensors once, under either name.
-    head = family.tying.head_tensor
-    if head in bare_names and family.is_tied(config, bare_names):
-        return head
-    return ""
+def family_tensors(
+    family: Family, config: HFConfig, stored: StoredShapes
+) -> Iterator[tuple[str, AxisMap]]:
+    """Yield the bare name and the axis map of each tensor of a config, except a tied head.
+
+    The stored shapes decide between a row and its alternate. The config is untrusted: a row may have any number of
+    tensors.
+    """
+    rows = parameter_rows(family, config, tensors=stored)
+    if family.is_tied(config, stored.keys()):
+        rows.pop(family.tying.head_leaf, None)
+    sizes = family.sizes(config)
+    for row in rows.values():
+        axis_map = bind_row(row, sizes)
+        for name, _ in axis_map.tensors():
+            yield name, axis_map
 
 
 def vocab_tensors(match: TensorMatch) -> set[str]:
@@ -365,7 +381,15 @@ def match_tensors(
     # Every tensor gets exactly one of three answers: it is used by rows, dropped by a named rule, or
     # listed in an error. A row may stack many tensors, and several rows may use parts of one tensor.
     family = names.family
-    rows, is_tied, duplicates = _resolve_tying(family, config, rows, tensors, options)
+    tying = family.tying
+    # A tied head that is stored is dropped as a duplicate of the embedding, after a comparison of bytes.
+    duplicates = {name: original for name, original in family.duplicates.items() if name in tensors}
+    has_head = tying.head_tensor in tensors
+    is_tied = family.is_tied(config, tensors) and not (has_head and options.untie)
+    if is_tied:
+        rows = {path: row for path, row in rows.items() if path != tying.head_leaf}
+        if has_head:
+            duplicates = {tying.head_tensor: tying.embedding_tensor} | duplicates
     uses = tensor_uses(rows, sizes)
     if family.is_verbatim:
         # A tensor without elements has no leaf, and is kept as well.
@@ -385,7 +409,18 @@ def match_tensors(
         raise error
     checks = tuple(EqualityCheck(name, original) for name, original in duplicates.items())
     for check in checks:
-        _check_same_metadata(names, tensors, check)
+        duplicate = tensors[check.name]
+        original = tensors[check.duplicate_of]
+        if (duplicate.dtype, duplicate.shape) != (original.dtype, original.shape):
+            duplicate_text = f"{duplicate.dtype} {list(duplicate.shape)}"
+            original_text = f"{original.dtype} {list(original.shape)}"
+            pair = (check.name, check.duplicate_of)
+            raise not_equal_error(
+                names.family,
+                check,
+                display_names={name: names.full_name(name) for name in pair},
+                difference=f"they are {duplicate_text} and {original_text}",
+            )
     frozen_uses = {name: tuple(tensor_uses) for name, tensor_uses in uses.items()}
     return TensorMatch(frozen_uses, dropped, checks, is_tied)
 
@@ -406,44 +441,6 @@ def tensor_uses(
             use = TensorUse(path.format(**stacked), path, axis_map, tuple(stacked.items()))
             uses.setdefault(name, []).append(use)
     return uses
-
-
-def _resolve_tying(
-    family: Family,
-    config: HFConfig,
-    rows: Mapping[str, ParsedAxisMap],
-    tensors: Mapping[str, TensorInfo],
-    options: MatchOptions,
-) -> tuple[dict[str, ParsedAxisMap], bool, dict[str, str]]:
-    """Resolve whether the head is tied to the embedding."""
-    tying = family.tying
-    # A tied head that is stored is dropped as a duplicate of the embedding, after a comparison of bytes.
-    duplicates = {name: original for name, original in family.duplicates.items() if name in tensors}
-    has_head = tying.head_tensor in tensors
-    if not family.is_tied(config, tensors) or (has_head and options.untie):
-        return dict(rows), False, duplicates
-    rows_without_head = {path: row for path, row in rows.items() if path != tying.head_leaf}
-    if has_head:
-        duplicates = {tying.head_tensor: tying.embedding_tensor} | duplicates
-    return rows_without_head, True, duplicates
-
-
-def _check_same_metadata(
-    names: TensorNames, tensors: Mapping[str, TensorInfo], check: EqualityCheck
-) -> None:
-    """Raise PrepError if the tensors of a check differ in dtype or shape. Values are compared while they are read."""
-    duplicate = tensors[check.name]
-    original = tensors[check.duplicate_of]
-    if (duplicate.dtype, duplicate.shape) != (original.dtype, original.shape):
-        duplicate_text = f"{duplicate.dtype} {list(duplicate.shape)}"
-        original_text = f"{original.dtype} {list(original.shape)}"
-        pair = (check.name, check.duplicate_of)
-        raise not_equal_error(
-            names.family,
-            check,
-            display_names={name: names.full_name(name) for name in pair},
-            difference=f"they are {duplicate_text} and {original_text}",
-        )
 
 
 def not_equal_error(

@@ -30,7 +30,7 @@ from prepcli.sources.adam_state import (
     read_scalars,
     trained_tensors,
 )
-from prepcli.sources.openers.dcp_folder import STATE_PREFIX
+from prepcli.sources.openers.tensor_files import STATE_PREFIX
 from prepcli.sources.side_files import TRAINER_STATE_FILE
 from prepcli.sources.source import (
     SCHEDULER_FILE,
@@ -78,7 +78,14 @@ def read_trainer_checkpoint(source: Source) -> Source:
     Raises:
         PrepError: There is none, it is damaged, or it is no state of AdamW with the moments of all parameters.
     """
-    path = _optimizer_path(source)
+    paths = [source.root / name for name in OPTIMIZER_FILES if (source.root / name).is_file()]
+    if not paths:
+        why = f"it has no {OPTIMIZER_FILES[0]}"
+        if source.manifest is not None and OPTIMIZER_FILES[0] in source.manifest.files:
+            raise DamagedError(f"{source.display_name} is damaged", why, GET_AGAIN_HINT)
+        what = f"{source.display_name} has no training state"
+        raise PrepError(what, why, WITHOUT_STATE_HINT)
+    path = paths[0]
     optimizer = read_torch_object(path)
     entries, groups = _state_dict(path, optimizer)
     keys = _parameter_keys(source, path, groups)
@@ -103,13 +110,21 @@ def read_trainer_checkpoint(source: Source) -> Source:
         if group["weight_decay"]:
             decayed += [keys[key] for key in group["params"]]
     others = [name for name in OTHER_FILES if (source.root / name).is_file()]
+    metadata_digest = optimizer.digest
+    if source.manifest is not None:
+        ranges: list[tuple[int, int]] = []
+        for entries in tensors.values():
+            for entry in ENTRIES:
+                moment = entries[entry]
+                ranges.append((moment.offset, moment.offset + moment.nbytes))
+        metadata_digest = record_digest_of_pieces(bytes_between(path, sorted(ranges)))
     return add_training_state(
         source,
         numbers,
         tuple(_moments(source, str(path), moments)),
         (*others, *decay_differences(source, decayed)),
         files=(path,),
-        stamps=(_stamp(source, path, optimizer, tensors),),
+        stamps=(SourceFile(path.name, optimizer.size, optimizer.mtime_ns, metadata_digest),),
     )
 
 
@@ -146,7 +161,16 @@ def read_dcp_state(source: Source) -> Source:
         if entry.rule != OPT_STATE_RULE and not entry.name.startswith(GROUPS_PREFIX)
     )
     left_out = dict.fromkeys(_part(entry.name) for entry in others)
-    left_out |= dict.fromkeys(_other_parameters(source, names, tensors))
+    # E.g. `optimizer.state.value_head.weight`, the state of a parameter outside of the model.
+    for state_name in tensors:
+        if not state_name.startswith(STATE_PREFIX):
+            continue
+        parameter, _, entry = state_name.removeprefix(STATE_PREFIX).rpartition(".")
+        if parameter not in names:
+            left_out[f"{STATE_PREFIX}{parameter}"] = None
+        elif entry not in (*ENTRIES, STEP_ENTRY):
+            what = f"{source.display_name} has no state of AdamW"
+            raise PrepError(what, f"the optimizer keeps {state_name}", WITHOUT_STATE_HINT)
     # Groups without names of parameters have no decayed ones.
     decays: dict[str, float] = {}
     for group in groups:
@@ -279,19 +303,6 @@ def decay_differences(
 # --- optimizer.pt and trainer_state.json of Trainer ---
 
 
-def _optimizer_path(source: Source) -> AnyPath:
-    """Return the path of the optimizer's state."""
-    for name in OPTIMIZER_FILES:
-        path = source.root / name
-        if path.is_file():
-            return path
-    why = f"it has no {OPTIMIZER_FILES[0]}"
-    if source.manifest is not None and OPTIMIZER_FILES[0] in source.manifest.files:
-        raise DamagedError(f"{source.display_name} is damaged", why, GET_AGAIN_HINT)
-    what = f"{source.display_name} has no training state"
-    raise PrepError(what, why, WITHOUT_STATE_HINT)
-
-
 def _state_dict(path: AnyPath, optimizer: TorchObject) -> tuple[Group, Sequence[Group]]:
     """Return `state` and `param_groups` of the optimizer's state dict."""
 
@@ -373,24 +384,6 @@ def _archived_entries(
     return entries
 
 
-def _stamp(
-    source: Source,
-    path: AnyPath,
-    optimizer: TorchObject,
-    tensors: Mapping[str, Mapping[str, Array]],
-) -> SourceFile:
-    """Return the stamp of the file. Of an output of prep, it has the digest of the bytes outside of moments."""
-    metadata_digest = optimizer.digest
-    if source.manifest is not None:
-        ranges: list[tuple[int, int]] = []
-        for entries in tensors.values():
-            for entry in ENTRIES:
-                moment = entries[entry]
-                ranges.append((moment.offset, moment.offset + moment.nbytes))
-        metadata_digest = record_digest_of_pieces(bytes_between(path, sorted(ranges)))
-    return SourceFile(path.name, optimizer.size, optimizer.mtime_ns, metadata_digest)
-
-
 # --- Torch distributed checkpoints ---
 
 
@@ -402,21 +395,6 @@ def _part(name: str) -> str:
     """
     key, _, _ = name.partition(".")
     return name if key == OPTIMIZER else key
-
-
-def _other_parameters(
-    source: Source, parameters: Collection[str], tensors: Mapping[str, Array]
-) -> Iterator[str]:
-    """Yield the optimizer states of parameters outside of the model, e.g. `optimizer.state.value_head.weight`."""
-    for name in tensors:
-        if not name.startswith(STATE_PREFIX):
-            continue
-        parameter, _, entry = name.removeprefix(STATE_PREFIX).rpartition(".")
-        if parameter not in parameters:
-            yield f"{STATE_PREFIX}{parameter}"
-        elif entry not in (*ENTRIES, STEP_ENTRY):
-            what = f"{source.display_name} has no state of AdamW"
-            raise PrepError(what, f"the optimizer keeps {name}", WITHOUT_STATE_HINT)
 
 
 def _dcp_entries(

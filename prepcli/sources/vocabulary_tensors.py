@@ -18,8 +18,8 @@ from prepcli.models.prediction import is_prediction_vocabulary, prediction_names
 from prepcli.models.registry import family_of
 from prepcli.models.text_part import text_section
 from prepcli.planning.tensors import FLOAT_DTYPES, split_name
+from prepcli.sources.detect import quantization_file
 from prepcli.sources.model_family import verbatim_error
-from prepcli.sources.quantization import quantization_file
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 from prepcli.sources.tensor_match import (
     LAYER_VOCAB_ATOM,
@@ -86,9 +86,20 @@ def find_vocabulary(
     if text_section(source.config) is not None:
         what = f"{source.display_name} is a quantised multimodal model, which is not supported"
         raise usage_error(what, "the names of its text part are unknown", _decode_hint(source))
-    vocabulary = stored_vocabulary(source, true_size)
+    # A verbatim source has the sizes of its config.
+    if not source.family.is_verbatim:
+        vocabulary = source.vocabulary(true_size)
+    else:
+        sizes = family_of(source.config).sizes(source.config)
+        vocabulary = read_vocabulary(source.config, sizes["vocab"], true_size=true_size)
     names = frozenset(_stored_names(source, VOCAB_ATOM))
-    _check_rows(source, names, vocabulary)
+    for tensor in source.tensors:
+        if tensor.name not in names:
+            continue
+        if tensor.dtype not in FLOAT_DTYPES or tensor.shape[:1] != (vocabulary.stored_size,):
+            what = f"the vocabulary of {source.display_name} is quantised"
+            why = f"{tensor.name} is {tensor.dtype} {list(tensor.shape)}"
+            raise usage_error(what, why, _decode_hint(source))
     names |= _prediction_copies(source, vocabulary)
     layer_names = frozenset(_stored_names(source, LAYER_VOCAB_ATOM))
     return VocabularyTensors(vocabulary, axis_maps, match, names, layer_names)
@@ -132,11 +143,20 @@ def check_prediction_rows(
         return
     display_names = source.display_names()
     unfit: list[str] = []
-    for tensor in _prediction_lookalikes(source):
-        is_kept = tensor.name not in resized
-        if is_kept and (has_new_tokens or tensor.shape[:1] != (rows,)):
-            name = quote_name(display_names[tensor.name])
-            unfit.append(f"{name} is {tensor.dtype} {list(tensor.shape)}")
+    family, tensors = _tensors_by_name(source)
+    prediction = prediction_names(family, source.config, tensors)
+    embedding = tensors.get(family.tying.embedding_tensor)
+    # A projection of a layer may have as many rows as the vocabulary.
+    layer_names = {_name_in_layer(name) for name in tensors.keys() - prediction}
+    for name in sorted(prediction):
+        tensor = tensors[name]
+        has_shape = embedding is not None and tensor.shape == embedding.shape
+        is_unknown = has_shape and _name_in_layer(name) not in layer_names
+        if is_unknown or is_prediction_vocabulary(name):
+            is_kept = tensor.name not in resized
+            if is_kept and (has_new_tokens or tensor.shape[:1] != (rows,)):
+                name = quote_name(display_names[tensor.name])
+                unfit.append(f"{name} is {tensor.dtype} {list(tensor.shape)}")
     if not unfit:
         return
     model = source.display_name
@@ -161,21 +181,6 @@ def _prediction_copies(source: Source, vocabulary: Vocabulary) -> set[str]:
     return names
 
 
-def _prediction_lookalikes(source: Source) -> Iterator[SourceTensor]:
-    """Yield the tensors of multi-token prediction with the name or with the shape of an embedding or a head."""
-    family, tensors = _tensors_by_name(source)
-    prediction = prediction_names(family, source.config, tensors)
-    embedding = tensors.get(family.tying.embedding_tensor)
-    # A projection of a layer may have as many rows as the vocabulary.
-    layer_names = {_name_in_layer(name) for name in tensors.keys() - prediction}
-    for name in sorted(prediction):
-        tensor = tensors[name]
-        has_shape = embedding is not None and tensor.shape == embedding.shape
-        is_unknown = has_shape and _name_in_layer(name) not in layer_names
-        if is_unknown or is_prediction_vocabulary(name):
-            yield tensor
-
-
 def _name_in_layer(name: str) -> str:
     """Return a tensor's name after the number of its layer.
 
@@ -197,14 +202,6 @@ def _tensors_by_name(source: Source) -> tuple[Family, dict[str, SourceTensor]]:
         tensors[source.names.bare_name(source.file_name(tensor))] = tensor
     tensors |= {tensor.name: tensor for tensor in source.tensors}
     return source.family, tensors
-
-
-def stored_vocabulary(source: Source, true_size: int | None = None) -> Vocabulary:
-    """Return the vocabulary of a source. A verbatim one has the sizes of its config."""
-    if not source.family.is_verbatim:
-        return source.vocabulary(true_size)
-    sizes = family_of(source.config).sizes(source.config)
-    return read_vocabulary(source.config, sizes["vocab"], true_size=true_size)
 
 
 def _stored_names(source: Source, atom: str) -> Iterator[str]:
@@ -233,17 +230,6 @@ def _check_is_stored(source: Source, missing: Collection[str]) -> None:
         what = f"the vocabulary of {source.display_name} is quantised"
         why = f"it has no {join_names(sorted(missing))}"
         raise usage_error(what, why, _decode_hint(source))
-
-
-def _check_rows(source: Source, names: Collection[str], vocabulary: Vocabulary) -> None:
-    """Raise UsageError unless the tensors of the vocabulary are floats with one row per token."""
-    for tensor in source.tensors:
-        if tensor.name not in names:
-            continue
-        if tensor.dtype not in FLOAT_DTYPES or tensor.shape[:1] != (vocabulary.stored_size,):
-            what = f"the vocabulary of {source.display_name} is quantised"
-            why = f"{tensor.name} is {tensor.dtype} {list(tensor.shape)}"
-            raise usage_error(what, why, _decode_hint(source))
 
 
 def _decode_hint(source: Source) -> Text:

@@ -35,7 +35,6 @@ from prepcli.models.registry import family_of
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import SmallFile, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
-from prepcli.sources.openers.peft_folder import is_adapter, open_adapter, read_checked_header
 from prepcli.sources.openers.peft_settings import (
     MATRIX_NAME,
     PeftSettings,
@@ -43,6 +42,7 @@ from prepcli.sources.openers.peft_settings import (
     check_tying,
     read_settings,
 )
+from prepcli.sources.openers.tensor_files import is_adapter, open_adapter, read_checked_header
 from prepcli.sources.source import (
     Source,
     SourceTensor,

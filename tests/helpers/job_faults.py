@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from prepcli.formats.run_steps import saved_steps, step_folder
+from prepcli.formats.manifest import saved_steps, step_folder
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.processes import start_processes
 from tests.helpers.waiting import MAX_S, wait_until

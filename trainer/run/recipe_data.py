@@ -17,9 +17,8 @@ from prepcli.core.observer import NullProgress, Observer
 from prepcli.execution.training_storage import TOKENS_FOLDER
 from prepcli.formats.lock_file import Lock
 from prepcli.models.mesh import parse_mesh
-from prepcli.sources.folders import Access, make_access
 from prepcli.sources.generation_config import folder_generation_defaults
-from prepcli.sources.locate import locate
+from prepcli.sources.locate import Access, locate, make_access
 from prepcli.sources.opening import open_source
 from prepcli.sources.recorded_sources import apply_lock, pinned_revision
 from prepcli.sources.references import advise_conversion

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_error
 from prepcli.core.formatting import count_text
-from prepcli.formats.run_steps import RECIPE_FILE, score_group
+from prepcli.formats.manifest import RECIPE_FILE, score_group
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.restore.item_reader import ItemReader
 from prepcli.sources.source import AVERAGE_SLOT

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from prepcli.core.errors import Command, PrepError, text
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import JsonObject, load_json
-from prepcli.formats.run_steps import (
+from prepcli.formats.manifest import (
     ENVIRONMENT_FILE,
     RECIPE_FILE,
     listed_step,

@@ -41,11 +41,10 @@ from prepcli.restore.digest_checks import (
 )
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
-from prepcli.sources.folders import Access
-from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
+from prepcli.sources.locate import Access, LocatedCheckpoint, check_stream, locate
 from prepcli.sources.model_family import towers_entry, verbatim_error
-from prepcli.sources.openers.peft_folder import open_adapter
 from prepcli.sources.openers.peft_settings import read_adapter_family
+from prepcli.sources.openers.tensor_files import open_adapter
 from prepcli.sources.opening import open_source
 from prepcli.sources.recorded_sources import apply_lock, pinned_revision
 from prepcli.sources.references import CONFIG, advise_conversion

@@ -23,9 +23,9 @@ from prepcli.execution.signals import (
     remember_signal,
 )
 from prepcli.execution.training_storage import joint_work
-from prepcli.formats.run_steps import RECIPE_FILE
+from prepcli.formats.manifest import RECIPE_FILE
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.sources.folders import make_access
+from prepcli.sources.locate import make_access
 from trainer.recipe import LoadedRecipe, recipe_to_toml
 from trainer.run.checks import (
     check_config,

@@ -37,8 +37,7 @@ from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes, format_duration
 from prepcli.core.observer import Observer, PacedNotes, ticking
 from prepcli.core.tables import Table
-from prepcli.formats.manifest import read_manifest
-from prepcli.formats.run_steps import saved_steps, step_folder
+from prepcli.formats.manifest import read_manifest, saved_steps, step_folder
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import device_boxes, partition_spec
 from prepcli.models.rules import PARAM_RULES

@@ -56,7 +56,7 @@ from prepcli.sources.dropped_tensors import with_recorded_text_part, without_rec
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import is_read_through_map
 from prepcli.sources.model_family import PROCESSOR_FILES, as_verbatim
-from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
+from prepcli.sources.openers.tensor_files import ADAPTER_FAMILY
 from prepcli.sources.recorded_sources import (
     MERGE,
     TRAIN,

@@ -24,7 +24,7 @@ from prepcli.models.text_part import SHARED_FIELDS, TIED_FIELD, text_section
 from prepcli.models.verbatim import verbatim_family
 from prepcli.sources.generation_config import GENERATION_CONFIG_FILE
 from prepcli.sources.model_family import TEXT_ONLY_RULE
-from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
+from prepcli.sources.openers.tensor_files import ADAPTER_FAMILY
 from prepcli.sources.source import Source
 from prepcli.sources.tensor_match import DROP_RULE
 from prepcli.stores.files import read_small_file

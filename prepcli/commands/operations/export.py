@@ -65,7 +65,7 @@ from prepcli.restore.digest_checks import sample_digest
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import CONTENT_KEY
 from prepcli.sources.maps import TensorMap
-from prepcli.sources.openers.peft_folder import is_adapter
+from prepcli.sources.openers.tensor_files import is_adapter
 from prepcli.sources.source import Source, stored_axis_maps
 from prepcli.stores.byte_ranges import retry_policy_from_env
 from prepcli.targets.adapter_updates import (

@@ -34,8 +34,7 @@ from prepcli.planning.libraries import (
 )
 from prepcli.restore.digest_checks import towers_digest
 from prepcli.sources.dequantized import DECODED_DTYPE, has_quantized_weights, with_quantized_bytes
-from prepcli.sources.folders import Access, cached_model
-from prepcli.sources.locate import LocatedCheckpoint, locate
+from prepcli.sources.locate import Access, LocatedCheckpoint, cached_model, locate
 from prepcli.sources.mapped import read_map
 from prepcli.sources.maps import TensorMap
 from prepcli.sources.model_family import (

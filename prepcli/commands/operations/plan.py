@@ -35,8 +35,7 @@ from prepcli.models.rule_text import merge_rules
 from prepcli.models.rules import Rules
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.aliases import ALIASES_BY_NAME
-from prepcli.sources.folders import make_access
-from prepcli.sources.locate import locate
+from prepcli.sources.locate import locate, make_access
 from prepcli.sources.mapped import read_map
 from prepcli.sources.source import read_config
 from trainer.planning.accelerators import ACCELERATORS, Accelerator, parse_devices

@@ -39,8 +39,8 @@ from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.item_storage import ORBAX_STORAGES
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.tensors import OPT_STATE_RULE, is_quantization_tensor
+from prepcli.sources.detect import is_quantized
 from prepcli.sources.model_family import as_verbatim, truncate_layers
-from prepcli.sources.quantization import is_quantized
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.orbax_item import (
     OrbaxLayout,

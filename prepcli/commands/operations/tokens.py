@@ -48,7 +48,7 @@ from prepcli.planning.item_storage import StorageName
 from prepcli.planning.manifest_fields import REPLACED_PADDING_RULE, AddedTokensRecord, Manifest
 from prepcli.planning.plan import SmallFile
 from prepcli.planning.tensors import is_leaf_path, split_name
-from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
+from prepcli.sources.openers.tensor_files import ADAPTER_FAMILY
 from prepcli.sources.source import AVERAGE_SLOT, Source
 from prepcli.sources.tensor_match import Vocabulary, check_padded_size
 from prepcli.sources.vocabulary_tensors import VocabularyTensors, find_vocabulary

@@ -43,7 +43,7 @@ from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.dropped_tensors import without_recorded_drops
 from prepcli.sources.mapped import in_one_form, with_family
 from prepcli.sources.model_family import TEXT_ONLY_RULE, as_verbatim, towers_title, without_towers
-from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
+from prepcli.sources.openers.tensor_files import ADAPTER_FAMILY
 from prepcli.sources.references import CONFIG, LocalPath, RunStep, parse_reference
 from prepcli.sources.source import (
     HF_FOLDER,

@@ -25,9 +25,17 @@ from prepcli.core.observer import LEAVES
 from prepcli.core.tables import Block, Cell, Paragraph, Table
 from prepcli.formats.orbax import item_metadata_file
 from prepcli.formats.registry import FORMATS
-from prepcli.inspection.contents import AdapterSummary, CheckpointContents, num_chunks
+from prepcli.inspection.contents import (
+    AdapterSummary,
+    CheckpointContents,
+    TreeNode,
+    build_tree,
+    count_nodes,
+    num_chunks,
+    tree_fields,
+    tree_rows,
+)
 from prepcli.inspection.logical_leaves import logical_leaves, missing_parameter, nbytes_below
-from prepcli.inspection.name_tree import TreeNode, build_tree, count_nodes, tree_fields, tree_rows
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map, summarize_sharding
 from prepcli.inspection.tensor_stats import TensorStats, stats_cells
 from prepcli.models.mesh import parse_mesh

@@ -34,7 +34,7 @@ from prepcli.sources.gguf_architectures import (
 from prepcli.sources.gguf_tokenizer import tokenizer_files
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import FolderModel
-from prepcli.sources.openers.hf_folder import make_source
+from prepcli.sources.openers.tensor_files import make_source
 from prepcli.sources.references import CONFIG, SourceHints
 from prepcli.sources.side_files import NO_SIDE_FILES
 from prepcli.sources.source import MadeFiles, Source, SourceTensor, file_stamps, read_config
@@ -98,7 +98,17 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
         )
     headers = map_files(read_gguf_header, paths)
     header = _join_parts(headers, display_name)
-    architecture = _read_architecture(header, display_name)
+    name = header.metadata.get(ARCHITECTURE_KEY)
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise PrepError(
+            f"the architecture {name!r:.40} of {display_name} is not supported",
+            f"GGUF files are read of {', '.join(ARCHITECTURES)}",
+            "use the safetensors files that it was converted from",
+        )
+    architecture = ARCHITECTURES[name]
+    # Mixtral has the architecture of LLaMA.
+    if name == "llama" and header.metadata.get("llama.expert_count"):
+        architecture = MIXTRAL
     if hints.config_path is None:
         config = _config_of_metadata(header, architecture, display_name)
     else:
@@ -157,20 +167,6 @@ def _join_parts(headers: Sequence[GgufHeader], display_name: str) -> GgufHeader:
     return replace(headers[0], tensors=tuple(tensors.values()))
 
 
-def _read_architecture(header: GgufHeader, display_name: str) -> GgufArchitecture:
-    name = header.metadata.get(ARCHITECTURE_KEY)
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise PrepError(
-            f"the architecture {name!r:.40} of {display_name} is not supported",
-            f"GGUF files are read of {', '.join(ARCHITECTURES)}",
-            "use the safetensors files that it was converted from",
-        )
-    # Mixtral has the architecture of LLaMA.
-    if name == "llama" and header.metadata.get("llama.expert_count"):
-        return MIXTRAL
-    return ARCHITECTURES[name]
-
-
 # The config
 
 
@@ -214,27 +210,23 @@ def _config_of_metadata(
     if prefix in LAYERS_OF_27B:
         config["query_pre_attn_scalar"] = query_divisor(header.metadata, prefix)
     for bias_field, modules in architecture.bias_fields.items():
-        if _has_biases(header, modules, architecture.class_name):
+        # llama.cpp adds a bias where one is stored.
+        stored = {_split_layer(tensor.name)[0] for tensor in header.tensors}
+        biases = [module for module in modules if f"{module}.bias" in stored]
+        if biases and len(biases) < len(modules):
+            missing = next(module for module in modules if module not in biases)
+            raise PrepError(
+                f"the biases of {header.file_name} are not supported",
+                f"it has `{biases[0]}.bias` and no `{missing}.bias`; {architecture.class_name} has both or none",
+                "use the safetensors files that it was converted from",
+            )
+        if biases:
             config[bias_field] = True
     for key in ("bos", "eos"):
         token_id = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if type(token_id) is int:
             config[f"{key}_token_id"] = token_id
     return config
-
-
-def _has_biases(header: GgufHeader, modules: Sequence[str], class_name: str) -> bool:
-    """Return whether modules have a bias, which llama.cpp adds where one is stored."""
-    names = {_split_layer(tensor.name)[0] for tensor in header.tensors}
-    biases = [module for module in modules if f"{module}.bias" in names]
-    if not biases or len(biases) == len(modules):
-        return bool(biases)
-    missing = next(module for module in modules if module not in biases)
-    raise PrepError(
-        f"the biases of {header.file_name} are not supported",
-        f"it has `{biases[0]}.bias` and no `{missing}.bias`; {class_name} has both or none",
-        "use the safetensors files that it was converted from",
-    )
 
 
 def _shortest_float(value: float) -> float:

@@ -27,7 +27,11 @@ from prepcli.formats.meta_llama_config import (
     to_hf_config,
 )
 from prepcli.formats.model_files import FileHeader
-from prepcli.formats.safetensors import read_safetensors_header, split_into_shards
+from prepcli.formats.safetensors import (
+    LayoutEntry,
+    read_safetensors_header,
+    split_into_shards,
+)
 from prepcli.formats.torch_files import (
     CONSOLIDATED_FILE,
     META_PARAMS_FILE,
@@ -40,13 +44,13 @@ from prepcli.models.torchtitan_layouts import META_NAMES, TORCHTITAN_LAYOUT
 from prepcli.planning.arrays import Array, Location, MappedArray, whole_array
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import FolderModel
-from prepcli.sources.openers import hf_folder
+from prepcli.sources.openers.tensor_files import assign_blobs, make_source, read_folder
 from prepcli.sources.references import CONFIG, SourceHints
 from prepcli.sources.side_files import SideFile, find_side_files, matches_any
 from prepcli.sources.source import Source, SourceTensor, file_stamps
 from prepcli.sources.tensor_match import detect_names
 from prepcli.stores.files import list_folder, read_bytes, stat_file
-from prepcli.stores.paths import AnyPath, map_files
+from prepcli.stores.paths import map_files
 
 LLAMA = FAMILIES["llama"]
 MAX_PARAMS_NBYTES = 1 << 20
@@ -92,17 +96,27 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     """Read the headers and the config of Meta's or Mistral's files. No pickled code is run."""
     path = located.files.path
     if hints.verbatim and (path / MISTRAL_FILE).exists():
-        return hf_folder.read(replace(located, kind="safetensors"), hints)
-    headers = _read_headers(path)
+        return read_folder(replace(located, kind="safetensors"), hints)
+    ranks = [name for name in list_folder(path) if CONSOLIDATED_FILE.fullmatch(name)]
+    expected = [f"consolidated.{number:02d}.pth" for number in range(len(ranks))]
+    if missing := [name for name in expected if name not in ranks]:
+        why = f"{path} has {len(ranks)} such files, up to {ranks[-1]}"
+        raise PrepError(
+            f"{missing[0]} is missing", why, "copy all files: each has a part of the model"
+        )
+    headers = map_files(read_torch_header, [path / name for name in ranks], range(len(ranks)))
+    headers = headers or [read_safetensors_header(path / MISTRAL_FILE, 0)]
     config = _load_config(located, hints, headers)
     family = FAMILIES[str(config["model_type"])]
     sharded = _ShardedTensors(headers, config, family)
     tensors = tuple(tensor for _, tensor in sorted(sharded.tensors(), key=lambda pair: pair[0]))
-    full_names = [_hf_name(tensor.name, family) for tensor in tensors]
-    entries = [
-        (name, tensor.dtype, tensor.shape, tensor.nbytes)
-        for name, tensor in zip(full_names, tensors)
-    ]
+    entries: list[LayoutEntry] = []
+    for tensor in tensors:
+        name = tensor.name
+        # A tensor that only Meta has keeps its name.
+        if name not in (*family.unprefixed, ROPE_FREQUENCIES):
+            name = family.prefix + name
+        entries.append((name, tensor.dtype, tensor.shape, tensor.nbytes))
     file_names: list[str] = []
     for file_name, shard_entries in split_into_shards(entries, OUTPUT_SHARD_NBYTES):
         file_names += [file_name] * len(shard_entries)
@@ -112,9 +126,9 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     for file in side_files.copied:
         if file.name not in META_SIDE_FILES or matches_any(file.name, hints.copied_files):
             copied.append(file)
-    names = detect_names(family, config, full_names=full_names)
+    names = detect_names(family, config, full_names=[name for name, *_ in entries])
     side_files = replace(side_files, copied=tuple(copied))
-    source = hf_folder.make_source(
+    source = make_source(
         replace(located, manifest=None),
         FolderModel(None, config, family, names, side_files),
         tensors,
@@ -122,27 +136,6 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
         file_stamps(headers),
     )
     return replace(source, tensor_file_names=tuple(file_names), blobs=sharded.blobs)
-
-
-def _hf_name(name: str, family: Family) -> str:
-    """Return the tensor name in a Hugging Face file. A tensor that only Meta has keeps its name."""
-    if name in (*family.unprefixed, ROPE_FREQUENCIES):
-        return name
-    return family.prefix + name
-
-
-def _read_headers(path: AnyPath) -> list[FileHeader]:
-    """Read the header of each rank's file, in order. Raise PrepError if one is missing."""
-    names = [name for name in list_folder(path) if CONSOLIDATED_FILE.fullmatch(name)]
-    if not names:
-        return [read_safetensors_header(path / MISTRAL_FILE, 0)]
-    expected = [f"consolidated.{number:02d}.pth" for number in range(len(names))]
-    if missing := [name for name in expected if name not in names]:
-        why = f"{path} has {len(names)} such files, up to {names[-1]}"
-        raise PrepError(
-            f"{missing[0]} is missing", why, "copy all files: each has a part of the model"
-        )
-    return map_files(read_torch_header, [path / name for name in names], range(len(names)))
 
 
 # The config
@@ -164,22 +157,8 @@ def _load_config(
             )
             raise PrepError(f"{display_name} has the wrong model_type", why, hint)
         return config
-    params = _read_params(path, display_name)
-    try:
-        # Meta's files of LLaMA 3.2 1B and 3B store the head although it is the embedding.
-        has_head = any(tensor.name == LM_HEAD for tensor in headers[0].tensors)
-        if is_dense_mistral(params):
-            return mistral_to_hf_config(params, _vocab_size(params, headers), not has_head)
-        is_tied = is_small_llama_3_2(params) or not has_head
-        return to_hf_config(params, _vocab_size(params, headers), is_tied)
-    except ValueError as error:
-        hint = text("{} names a {} instead", Option("config"), CONFIG)
-        raise PrepError(f"{path / META_PARAMS_FILE} is invalid", str(error), hint) from error
-
-
-def _read_params(folder: AnyPath, display_name: str) -> Any:
-    path = folder / META_PARAMS_FILE
-    if not path.exists():
+    params_path = path / META_PARAMS_FILE
+    if not params_path.exists():
         why = "the number of heads is not known without it"
         hint = text(
             "put Meta's {} next to the files, or {} names the model's {}",
@@ -189,11 +168,21 @@ def _read_params(folder: AnyPath, display_name: str) -> Any:
         )
         raise PrepError(f"{display_name} has no {META_PARAMS_FILE}", why, hint)
     try:
-        if stat_file(path).st_size > MAX_PARAMS_NBYTES:
+        if stat_file(params_path).st_size > MAX_PARAMS_NBYTES:
             raise ValueError(f"it is larger than {MAX_PARAMS_NBYTES:,} bytes")
-        return parse_json(read_bytes(path))
+        params: Any = parse_json(read_bytes(params_path))
     except ValueError as error:
-        raise DamagedError(f"{path} is broken", str(error), GET_AGAIN_HINT) from error
+        raise DamagedError(f"{params_path} is broken", str(error), GET_AGAIN_HINT) from error
+    try:
+        # Meta's files of LLaMA 3.2 1B and 3B store the head although it is the embedding.
+        has_head = any(tensor.name == LM_HEAD for tensor in headers[0].tensors)
+        if is_dense_mistral(params):
+            return mistral_to_hf_config(params, _vocab_size(params, headers), not has_head)
+        is_tied = is_small_llama_3_2(params) or not has_head
+        return to_hf_config(params, _vocab_size(params, headers), is_tied)
+    except ValueError as error:
+        hint = text("{} names a {} instead", Option("config"), CONFIG)
+        raise PrepError(f"{params_path} is invalid", str(error), hint) from error
 
 
 def _vocab_size(document: Any, headers: Sequence[FileHeader]) -> int:
@@ -228,9 +217,7 @@ class _ShardedTensors:
         tensors: list[Array] = []
         for header in headers:
             tensors.extend(header.tensors)
-        blob_numbers, self.blobs = hf_folder.assign_blobs(
-            tensors, [header.path for header in headers]
-        )
+        blob_numbers, self.blobs = assign_blobs(tensors, [header.path for header in headers])
         # Each shard with its blob number.
         self._shards_by_name: dict[str, list[tuple[Array, int]]] = {}
         for tensor, blob in zip(tensors, blob_numbers):
@@ -242,7 +229,18 @@ class _ShardedTensors:
         A tensor without a rule keeps its name.
         """
         for name, shards in self._shards_by_name.items():
-            self._check_shards(name, shards)
+            if len(shards) != len(self._headers):
+                files_with_shard = {tensor.file for tensor, _ in shards}
+                numbers = range(len(self._headers))
+                first = next(number for number in numbers if number not in files_with_shard)
+                raise PrepError(
+                    f"{self._headers[first].file_name} lacks {quote_name(name)}",
+                    "each file of Meta's has a part of each tensor",
+                    GET_AGAIN_HINT,
+                )
+            if len(dtypes := {tensor.dtype for tensor, _ in shards}) > 1:
+                why = f"their dtypes are {' and '.join(sorted(dtypes))}"
+                raise PrepError(f"the parts of {quote_name(name)} differ", why, GET_AGAIN_HINT)
             match = _LAYER_TENSOR.fullmatch(name)
             pattern = _LAYER + match[2] if match else name
             first, blob = shards[0]
@@ -264,21 +262,6 @@ class _ShardedTensors:
                 ),
             )
 
-    def _check_shards(self, name: str, shards: Sequence[tuple[Array, int]]) -> None:
-        """Raise PrepError unless each file has a shard, all of one dtype."""
-        if len(shards) != len(self._headers):
-            files_with_shard = {tensor.file for tensor, _ in shards}
-            numbers = range(len(self._headers))
-            first = next(number for number in numbers if number not in files_with_shard)
-            raise PrepError(
-                f"{self._headers[first].file_name} lacks {quote_name(name)}",
-                "each file of Meta's has a part of each tensor",
-                GET_AGAIN_HINT,
-            )
-        if len(dtypes := {tensor.dtype for tensor, _ in shards}) > 1:
-            why = f"their dtypes are {' and '.join(sorted(dtypes))}"
-            raise PrepError(f"the parts of {quote_name(name)} differ", why, GET_AGAIN_HINT)
-
     def _placement(
         self,
         pattern: str,
@@ -291,11 +274,27 @@ class _ShardedTensors:
         # LLaMA 1 and 2 shard the columns of the embedding, LLaMA 3 its rows.
         if pattern == EMBEDDING and shards[0][0].shape[1:] == axis_map.leaf_shape[1:]:
             axis = 0
-        chunk_shape = self._shard_shape(axis_map, axis)
+        num_files = len(self._headers)
+        for atom in ("heads", "kv_heads"):
+            if self._sizes[atom] % num_files:
+                why = f"{self._sizes[atom]} {atom} are not divisible by {num_files} files"
+                raise PrepError(
+                    "attention heads are split across files",
+                    why,
+                    "check that no `consolidated.*.pth` is missing",
+                )
+        shape = list(axis_map.leaf_shape)
+        if axis is not None:
+            shape[axis] //= num_files
+        chunk_shape = tuple(shape)
         for tensor, _ in shards:
             if tensor.shape != chunk_shape:
                 raise self._shape_error(tensor, axis_map, axis, chunk_shape)
-        if chunk_shape == axis_map.leaf_shape and not _permutes_elements(axis_map):
+        # E.g. (heads half two) and (heads two half): equal shapes, and another order of the rows.
+        meta_factors = itertools.chain(*axis_map.leaf_dims)
+        hf_factors = itertools.chain(*(dim.factors for dim in axis_map.source_dims))
+        has_hf_order = [each.atom for each in meta_factors] == [each.atom for each in hf_factors]
+        if chunk_shape == axis_map.leaf_shape and has_hf_order:
             first, blob = shards[0]
             position = (blob, first.offset)
             return whole_array(
@@ -320,22 +319,6 @@ class _ShardedTensors:
         array = Array(first.name, first.dtype, axis_map.leaf_shape, chunk_shape, chunks)
         return MappedArray(axis_map, tuple(indices.items()), array)
 
-    def _shard_shape(self, axis_map: AxisMap, axis: int | None) -> tuple[int, ...]:
-        """Return the shape of each file's shard. Raise PrepError if the heads are not divisible by the files."""
-        num_files = len(self._headers)
-        for atom in ("heads", "kv_heads"):
-            if self._sizes[atom] % num_files:
-                why = f"{self._sizes[atom]} {atom} are not divisible by {num_files} files"
-                raise PrepError(
-                    "attention heads are split across files",
-                    why,
-                    "check that no `consolidated.*.pth` is missing",
-                )
-        shape = list(axis_map.leaf_shape)
-        if axis is not None:
-            shape[axis] //= num_files
-        return tuple(shape)
-
     def _shape_error(
         self, tensor: Array, axis_map: AxisMap, axis: int | None, expected: tuple[int, ...]
     ) -> PrepError:
@@ -352,11 +335,3 @@ class _ShardedTensors:
                     f"a shard of this shape belongs to a checkpoint of {count} files: check that none is missing",
                 )
         return PrepError(what, why, f"are {META_PARAMS_FILE} and the weights of one model?")
-
-
-def _permutes_elements(axis_map: AxisMap) -> bool:
-    """Return whether Meta's order of elements differs from that of the Hugging Face tensor."""
-    # E.g. (heads half two) and (heads two half): equal shapes, and another order of the rows.
-    meta_factors = itertools.chain(*axis_map.leaf_dims)
-    hf_factors = itertools.chain(*(dim.factors for dim in axis_map.source_dims))
-    return [factor.atom for factor in meta_factors] != [factor.atom for factor in hf_factors]

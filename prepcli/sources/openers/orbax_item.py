@@ -26,6 +26,12 @@ from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.libraries import LayoutScale, recorded_scale
 from prepcli.planning.manifest_fields import Manifest, ScaleRecord
 from prepcli.planning.plan import DroppedTensor, SourceFile
+from prepcli.sources.adam_state import (
+    MomentTrees,
+    add_item_state,
+    match_moment_trees,
+    with_state_item,
+)
 from prepcli.sources.decoded_arrays import decoded_array, unscaled_array
 from prepcli.sources.foreign_trees import (
     ForeignTree,
@@ -37,13 +43,7 @@ from prepcli.sources.foreign_trees import (
 )
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import FolderModel, select_family
-from prepcli.sources.openers.hf_folder import make_source, with_recorded_digests
-from prepcli.sources.openers.item_state import (
-    MomentTrees,
-    add_item_state,
-    match_moment_trees,
-    with_state_item,
-)
+from prepcli.sources.openers.tensor_files import make_source, with_recorded_digests
 from prepcli.sources.references import CONFIG, SourceHints
 from prepcli.sources.side_files import SideFile, SideFiles, find_side_files, matches_any
 from prepcli.sources.source import (
@@ -103,32 +103,25 @@ def read(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     stamps = _file_stamps(item, read_small_file(manifest_folder / MANIFEST_FILE))
     params = sorted(params, key=file_position)
     source = make_source(located, model, params, _watched_files(item), stamps)
+    wrapper: Wrapper | None = None
+    recorded = manifest.towers
+    if towers:
+        wrapper = Wrapper(read_config(config_path), model.config)
+    elif recorded is not None and "path" not in recorded and model.config_path is not None:
+        # A multimodal model may have been saved without its towers. The item then still has its whole
+        # config, while a training step has the config of the text part.
+        stored_config = read_config(model.config_path)
+        if stored_config.get("model_type") == recorded.get("model_type"):
+            wrapper = Wrapper(stored_config, model.config)
     return replace(
         source,
         root=manifest_folder,
         state_tensors=tuple(sorted(state, key=file_position)),
         blobs=blobs,
         quantized=manifest.quantized,
-        wrapper=_read_wrapper(model, config_path, manifest, has_towers=bool(towers)),
+        wrapper=wrapper,
         tower_tensors=tuple(sorted(towers, key=file_position)),
     )
-
-
-def _read_wrapper(
-    model: FolderModel, config_path: AnyPath, manifest: Manifest, *, has_towers: bool
-) -> Wrapper | None:
-    """Return the multimodal model in an item, or None if the item has only the text part."""
-    if has_towers:
-        return Wrapper(read_config(config_path), model.config)
-    # A multimodal model may have been saved without its towers. The item then still has its whole
-    # config, while a training step has the config of the text part.
-    recorded = manifest.towers
-    if recorded is None or "path" in recorded or model.config_path is None:
-        return None
-    stored_config = read_config(model.config_path)
-    if stored_config.get("model_type") != recorded.get("model_type"):
-        return None
-    return Wrapper(stored_config, model.config)
 
 
 def _read_foreign_item(item: OrbaxItem, located: LocatedCheckpoint, hints: SourceHints) -> Source:
@@ -319,9 +312,7 @@ def stored_leaves(
 ) -> tuple[tuple[AnyPath | Blob, ...], dict[str, Array]]:
     """Return what the bytes of an item are read from, and its leaves.
 
-    Args:
-        item: The item.
-        scales: Scales to take off, by the name of the leaf.
+    `scales` are taken off the values of leaves, by name.
 
     Returns:
         Byte sources: the data files, then one `DerivedArrays` per encoded array. The placement of a leaf states the

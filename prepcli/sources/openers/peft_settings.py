@@ -35,7 +35,7 @@ from prepcli.models.peft_names import split_wrappers
 from prepcli.models.rows import split_row
 from prepcli.models.text_part import with_prefixes
 from prepcli.planning.arrays import Array
-from prepcli.sources.openers.peft_folder import is_adapter, read_checked_header
+from prepcli.sources.openers.tensor_files import is_adapter, read_checked_header
 from prepcli.sources.source import read_config
 from prepcli.stores.paths import AnyPath
 
@@ -73,25 +73,6 @@ IGNORED_FIELDS = {
     "megatron_core", "layers_pattern", "qalora_group_size", "loftq_config", "eva_config", "corda_config",
     "lora_ga_config",
 }  # fmt: skip
-
-
-def _check_unread_fields(folder: AnyPath, content: Mapping[str, object]) -> None:
-    """Raise PrepError for a field with an unsupported value, or one that is unknown and set."""
-    for name, (values, reason) in SUPPORTED_VALUES.items():
-        # 0 == False in Python, but an integer is not a boolean setting.
-        value = content.get(name)
-        is_supported = any(type(value) is type(each) and value == each for each in values)
-        if name in content and not is_supported:
-            what = f"{folder}: {name} = {value_text(value)} is not supported"
-            raise PrepError(what, reason, MERGE_HINT)
-    known = IGNORED_FIELDS | SUPPORTED_VALUES.keys() | PeftSettings.model_fields.keys()
-    for name, value in content.items():
-        # An empty value is the default of every field that turns something on.
-        if name not in known and value:
-            what = f"{folder}: {name[:60]!r} = {value_text(value)} is unknown"
-            why = "a setting of adapters may change the model or its training"
-            hint = "remove it from adapter_config.json if it changes neither"
-            raise PrepError(what, why, hint)
 
 
 def value_text(value: object) -> str:
@@ -178,11 +159,7 @@ class PeftSettings(BaseModel):
 
 
 def read_settings(folder: AnyPath) -> PeftSettings:
-    """Read the settings of an adapter.
-
-    Raises:
-        PrepError: They are missing or invalid, or need an unsupported feature.
-    """
+    """Read the settings of an adapter."""
     path = folder / ADAPTER_CONFIG
     if not is_adapter(folder):
         raise PrepError(
@@ -192,11 +169,32 @@ def read_settings(folder: AnyPath) -> PeftSettings:
         )
     check_files(folder, read_manifest(folder) or NO_MANIFEST)
     content = read_config(path)
-    _check_unread_fields(folder, content)
+    for name, (values, reason) in SUPPORTED_VALUES.items():
+        # 0 == False in Python, but an integer is not a boolean setting.
+        value = content.get(name)
+        is_supported = any(type(value) is type(each) and value == each for each in values)
+        if name in content and not is_supported:
+            what = f"{folder}: {name} = {value_text(value)} is not supported"
+            raise PrepError(what, reason, MERGE_HINT)
+    known = IGNORED_FIELDS | SUPPORTED_VALUES.keys() | PeftSettings.model_fields.keys()
+    for name, value in content.items():
+        # An empty value is the default of every field that turns something on.
+        if name not in known and value:
+            what = f"{folder}: {name[:60]!r} = {value_text(value)} is unknown"
+            why = "a setting of adapters may change the model or its training"
+            hint = "remove it from adapter_config.json if it changes neither"
+            raise PrepError(what, why, hint)
     try:
         settings = PeftSettings.model_validate(content)
     except ValidationError as error:
-        raise _invalid_error(path, _describe_faults(error)) from None
+        faults: dict[str, str] = {}
+        for item in error.errors(include_url=False, include_context=False):
+            fault = "is missing"
+            if item["type"] != "missing":
+                fault = f"is {value_text(item['input'])}, it {item['msg'].removeprefix('Input ')}"
+            key = str(item["loc"][0])
+            faults.setdefault(key, f"{key} {fault}")
+        raise _invalid_error(path, "; ".join(list(faults.values())[:MAX_SHOWN])) from None
     _check_scale(path, settings, settings.lora_config().scaling)
     if settings.target_parameters and settings.lora_dropout:
         why = f"lora_dropout is {settings.lora_dropout:g}, and PEFT has no dropout for target_parameters"
@@ -209,16 +207,8 @@ def read_adapter_family(
 ) -> tuple[Family, LoraConfig]:
     """Read the LoRA settings of an adapter, with logical names of its targets.
 
-    Args:
-        path: Folder of the adapter.
-        family: Family of the model. Of a multimodal model, the family of its text part.
-        config: The model's config.json.
-
     Returns:
         The family of the adapter's tensors, with the prefix of the class that was trained, and the settings.
-
-    Raises:
-        PrepError: The adapter is invalid, or belongs to another model.
     """
     settings = read_settings(path)
     header, _ = read_checked_header(path)
@@ -248,7 +238,13 @@ def read_adapter_family(
             "name the model that the adapter was trained with",
         )
     prefix = next(iter((found | experts).values()))
-    head_prefix = _head_prefix(header.tensors, family)
+    head_prefix = family.head_prefix
+    for tensor in header.tensors:
+        name = tensor.name.removeprefix(PEFT_PREFIX)
+        name_prefix, rest = split_wrappers(name, family)
+        if rest in family.unprefixed:
+            head_prefix = name_prefix
+            break
     class_family = with_prefixes(family, prefix, head_prefix)
     lora = replace(
         settings.lora_config(tuple(found)),
@@ -257,16 +253,6 @@ def read_adapter_family(
     )
     lora = with_named_patterns(class_family, config, lora)
     return lora_family(class_family, config, lora), lora
-
-
-def _head_prefix(tensors: Iterable[Array], family: Family) -> str:
-    """Return the modules around the head in the class that was trained."""
-    for tensor in tensors:
-        name = tensor.name.removeprefix(PEFT_PREFIX)
-        prefix, rest = split_wrappers(name, family)
-        if rest in family.unprefixed:
-            return prefix
-    return family.head_prefix
 
 
 def _saved_modules(
@@ -308,16 +294,7 @@ def check_tying(path: AnyPath, settings: PeftSettings) -> None:
 
 
 def check_settings(folder: AnyPath, settings: PeftSettings, tensors: Iterable[Array]) -> None:
-    """Compare the settings of an adapter with its tensors, as PEFT does when it loads them.
-
-    Args:
-        folder: Folder of the adapter.
-        settings: Its settings.
-        tensors: Its tensors, with the names in the file.
-
-    Raises:
-        PrepError: The rank differs, or the settings do not select a module with tensors.
-    """
+    """Compare the settings of an adapter with its tensors, as PEFT does when it loads them."""
     path = folder / ADAPTER_CONFIG
     tensors = list(tensors)
     modules = [tensor.name.rpartition(".")[0] for tensor in tensors]
@@ -372,18 +349,6 @@ def _check_scale(path: AnyPath, settings: PeftSettings, scale: float) -> None:
         raise _invalid_error(
             path, f"lora_alpha / {divisor} is {scale:g}, which float32 cannot hold"
         )
-
-
-def _describe_faults(error: ValidationError) -> str:
-    """Describe the first invalid keys."""
-    faults: dict[str, str] = {}
-    for item in error.errors(include_url=False, include_context=False):
-        fault = "is missing"
-        if item["type"] != "missing":
-            fault = f"is {value_text(item['input'])}, it {item['msg'].removeprefix('Input ')}"
-        key = str(item["loc"][0])
-        faults.setdefault(key, f"{key} {fault}")
-    return "; ".join(list(faults.values())[:MAX_SHOWN])
 
 
 def _invalid_error(path: AnyPath, why: str) -> PrepError:

@@ -18,7 +18,7 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
 from prepcli.engine.checkpoint_store import HostLeaf
 from prepcli.execution.checkpoint_manager import CheckpointManager, StepExports
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT2, GPT_NEO, LLAMA, make_checkpoint
 from tests.helpers.training_states import (

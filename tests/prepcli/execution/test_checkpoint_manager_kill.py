@@ -14,7 +14,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.execution.checkpoint_manager import CheckpointManager
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 from tests.helpers.training_states import (

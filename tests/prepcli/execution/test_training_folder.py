@@ -9,7 +9,7 @@ import pytest
 from prepcli.core.errors import PrepError
 from prepcli.execution import training_folder
 from prepcli.execution.training_folder import LOCK, FolderStorage
-from prepcli.formats.run_steps import RECIPE_FILE
+from prepcli.formats.manifest import RECIPE_FILE
 
 
 def acquired(folder: Path) -> FolderStorage:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prepcli.formats.run_steps import best_step, listed_step, listed_steps
+from prepcli.formats.manifest import best_step, listed_step, listed_steps
 
 MANIFEST = {"format": 1, "kind": "hf", "request": "", "plan": "", "config": {}, "tensors": {}}
 MANIFEST |= {"prefixed": False, "tied": False}

@@ -13,8 +13,7 @@ import prepcli as prep
 from prepcli.formats.orbax import find_item
 from prepcli.inspection.contents import MAX_PATH_PARTS, name_path, read_contents
 from prepcli.planning.arrays import whole_array
-from prepcli.sources.folders import OpenFolder
-from prepcli.sources.locate import locate
+from prepcli.sources.locate import OpenFolder, locate
 from prepcli.sources.source import stored_tensor
 from prepcli.stores.paths import local_copy
 from tests.helpers.golden_flax import FOLDER, decode_msgpack

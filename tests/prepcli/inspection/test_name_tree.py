@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.inspection.name_tree import TreeNode, build_tree, tree_fields, tree_rows
+from prepcli.inspection.contents import TreeNode, build_tree, tree_fields, tree_rows
 from prepcli.planning.arrays import whole_array
 from prepcli.sources.source import SourceTensor, stored_tensor
 

@@ -13,7 +13,7 @@ from prepcli.algebra.rows import parse_row
 from prepcli.models.registry import FAMILIES
 from prepcli.planning.arrays import Array, parted_array, whole_array
 from prepcli.planning.libraries import TORCHTITAN
-from prepcli.sources.openers.dcp_folder import match_dcp_tree
+from prepcli.sources.openers.tensor_files import match_dcp_tree
 from tests.helpers.stored_arrays import read_tensor
 
 LLAMA = FAMILIES["llama"]

@@ -8,8 +8,7 @@ import pytest
 
 from prepcli.core.errors import USAGE, PrepError
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
-from prepcli.sources.folders import Access, OpenFolder
-from prepcli.sources.locate import LocatedCheckpoint, locate
+from prepcli.sources.locate import Access, LocatedCheckpoint, OpenFolder, locate
 from prepcli.sources.references import HubRepo, default_checkpoint
 from prepcli.stores.paths import local_copy
 from tests.prepcli.sources.test_detect import fill

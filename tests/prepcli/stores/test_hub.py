@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from prepcli.sources.folders import files_to_download
+from prepcli.sources.locate import files_to_download
 from tests.helpers.adapters import ALPHA, RANK, make_adapter
 from tests.helpers.fork_server import run_python
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, hub_environment, serve_hub
@@ -63,7 +63,7 @@ REPOS = {
 LOOKED_FOR = "looked for *.safetensors, *.bin, *.pth, *.pt, *.msgpack, *.distcp, Orbax `_METADATA`, EasyLM stream"
 SCRIPT = """
 import io, json, os, sys
-from prepcli.sources.folders import Access
+from prepcli.sources.locate import Access
 from prepcli.sources.locate import locate
 from prepcli.core.errors import PrepError
 from prepcli.commands.console.progress_displays import JsonProgress
@@ -86,7 +86,7 @@ for name in names:
 ADAPTER_SCRIPT = """
 import json, sys
 from prepcli.inspection.contents import read_contents
-from prepcli.sources.folders import Access
+from prepcli.sources.locate import Access
 from prepcli.sources.locate import locate
 contents = read_contents(locate(sys.argv[1], access=Access(allow_adapters=True)))
 print(json.dumps([contents.adapter, contents.non_arrays]))

@@ -9,7 +9,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK, STOPPED
-from prepcli.formats.run_steps import step_folder
+from prepcli.formats.manifest import step_folder
 from prepcli.planning.plan import SmallFile
 from prepcli.sources.side_files import find_side_files
 from prepcli.targets.hf_folder import copied_files, tokenizer_folder, with_tokenizer

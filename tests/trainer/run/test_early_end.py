@@ -16,8 +16,7 @@ import pytest
 import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK, UsageError
-from prepcli.formats.manifest import NO_MANIFEST, read_manifest
-from prepcli.formats.run_steps import best_step, saved_steps
+from prepcli.formats.manifest import NO_MANIFEST, best_step, read_manifest, saved_steps
 from tests.helpers.run_cli import error_lines, run_failing, run_json, run_ok
 from trainer.training.metrics import METRICS_FILE, read_metrics
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import OK, STOPPED
-from prepcli.formats.manifest import NO_MANIFEST, read_manifest
-from prepcli.formats.run_steps import best_step, saved_steps
+from prepcli.formats.manifest import NO_MANIFEST, best_step, read_manifest, saved_steps
 from tests.helpers.killed_train import VARIABLE
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.run_cli import run_json

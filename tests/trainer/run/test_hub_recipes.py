@@ -16,7 +16,7 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.commands.operations.recipes import recipe_paths
 from prepcli.core.errors import OK
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_recipes import HUB_RECIPES, NUM_ROWS, HubRecipe
 from tests.helpers.hub_server import serve_hub

@@ -10,7 +10,7 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.commands.operations.recipes import recipes_folder
 from prepcli.core.errors import OK
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from trainer.recipe import load_recipe

@@ -10,7 +10,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK, USAGE
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from prepcli.models.mesh import parse_mesh
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
 from tests.helpers.training_folder import RECIPE, make_training_folder, write_tokenizer

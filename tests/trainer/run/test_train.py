@@ -20,7 +20,7 @@ from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.core.observer import NullProgress
 from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.execution.training_folder import FolderStorage
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
 from tests.helpers.token_stores import NAME, fill, write_shards, write_store

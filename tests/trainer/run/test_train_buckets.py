@@ -15,8 +15,7 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.execution.training_storage import TOKENS_FOLDER
-from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.run_steps import RECIPE_FILE, listed_steps
+from prepcli.formats.manifest import MANIFEST_FILE, RECIPE_FILE, listed_steps
 from tests.helpers.fork_server import ForkedProcess
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.processes import finish, start_processes

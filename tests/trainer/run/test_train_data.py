@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.core.errors import PrepError, UsageError
-from prepcli.sources.folders import Access
+from prepcli.sources.locate import Access
 from tests.helpers.corpus import make_config, tokenize_quietly
 from tests.helpers.data_formats import write_arrow_files, write_json_files
 from tests.helpers.fork_server import run_python
@@ -153,7 +153,7 @@ SCRIPT = """
 import json, sys
 from trainer.run.recipe_data import DataFinder
 from prepcli.core.errors import PrepError
-from prepcli.sources.folders import Access
+from prepcli.sources.locate import Access
 from trainer.data.files import check_not_empty
 from trainer.data.remote_files import Selection
 finder = DataFinder(Access(offline="--offline" in sys.argv), note=lambda text: None)

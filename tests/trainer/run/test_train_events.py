@@ -17,8 +17,14 @@ import pytest
 
 from prepcli.core.errors import OK
 from prepcli.execution.training_storage import TOKENS_FOLDER
-from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, read_manifest
-from prepcli.formats.run_steps import best_step, manifest_score, saved_steps
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
+    NO_MANIFEST,
+    best_step,
+    manifest_score,
+    read_manifest,
+    saved_steps,
+)
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import hub_environment
 from tests.helpers.push_server import TOKEN, serve_push_hub

@@ -11,7 +11,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint, read_tensors
 from tests.helpers.training_folder import WORDS, write_tokenizer

@@ -11,7 +11,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, USAGE
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from prepcli.restore.weights_reader import WeightsReader
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import RECIPE, WORDS, write_tokenizer

@@ -13,7 +13,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK, STOPPED
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.recorded_train import VARIABLE, batch_digests, read_records, record_batch

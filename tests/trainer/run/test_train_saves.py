@@ -10,7 +10,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, STOPPED
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from tests.helpers.fork_server import ForkedProcess
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.waiting import wait_until

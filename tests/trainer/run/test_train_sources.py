@@ -13,7 +13,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK, STOPPED, USAGE
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from prepcli.restore.weights_reader import WeightsReader
 from tests.helpers.fork_server import start_python
 from tests.helpers.hub_server import FakeRepo, serve_hub

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.core.errors import FAILED, OK, STOPPED
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from tests.helpers.fork_server import PREP, ForkedProcess, run_prep, start_python
 from tests.helpers.slow_cases import slow_except
 from trainer.training.metrics import METRICS_FILE, read_metrics

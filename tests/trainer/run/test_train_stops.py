@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import INTERRUPTED, OK, STOPPED
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from tests.helpers.fork_server import PREP, read_until, run_python, start_python
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.run_cli import run_ok

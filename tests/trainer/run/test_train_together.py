@@ -16,7 +16,7 @@ from prepcli.commands.console.ui import open_ui
 from prepcli.commands.operations.computing import AGAIN_HINT
 from prepcli.core.errors import FAILED, INTERRUPTED, OK, STOPPED, USAGE
 from prepcli.core.process_group import SingleProcess
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from tests.helpers.job_faults import NO_SETTINGS, Fault, Outcome, run_job, state_digest
 from tests.helpers.training_folder import make_training_folder
 from trainer.distributed.heartbeat import JobEnd

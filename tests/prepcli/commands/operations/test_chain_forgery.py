@@ -12,8 +12,7 @@ from safetensors.numpy import load_file, save_file
 import prepcli as prep
 from prepcli.formats.manifest import record_file
 from prepcli.restore.digest_checks import towers_digest
-from prepcli.sources.folders import Access
-from prepcli.sources.locate import locate
+from prepcli.sources.locate import Access, locate
 from prepcli.sources.opening import open_source
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint

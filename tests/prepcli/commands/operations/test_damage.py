@@ -11,7 +11,7 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, STOPPED
 from prepcli.formats.checksums import CHECKSUMS_FILE
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from tests.helpers.manifests import changed_manifest, remove_file_records
 from tests.helpers.run_cli import run_ok
 from tests.prepcli.restore.test_checked_reads import chunk_locations

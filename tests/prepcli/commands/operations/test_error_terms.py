@@ -16,7 +16,7 @@ from prepcli.commands.operations.checkpoint_options import CommonOptions, open_c
 from prepcli.commands.operations.operation import check_mutually_exclusive
 from prepcli.core.errors import PYTHON, TERMINAL, Command, Key, Option, PrepError, text
 from prepcli.core.observer import Observer
-from prepcli.formats.run_steps import no_step_error
+from prepcli.formats.manifest import no_step_error
 from prepcli.formats.safetensors import ADAPTER_HINT
 from prepcli.models.mesh import parse_mesh, parse_slice_counts, resolve_mesh
 from prepcli.models.rule_text import merge_rules

@@ -13,7 +13,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from tests.helpers.processes import COMPILATION
 from tests.helpers.run_cli import run_failing
 from tests.helpers.training_folder import RECIPE, make_training_folder

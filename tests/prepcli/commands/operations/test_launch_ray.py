@@ -12,7 +12,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK, USAGE
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from tests.helpers.killing import read_files
 from tests.helpers.launched_jobs import kill_share, kill_training_process
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint

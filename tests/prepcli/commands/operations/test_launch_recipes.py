@@ -10,7 +10,7 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.commands.operations.recipes import recipes_folder
 from prepcli.core.errors import OK, USAGE
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer

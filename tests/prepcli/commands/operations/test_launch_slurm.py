@@ -15,7 +15,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK
-from prepcli.formats.run_steps import saved_steps
+from prepcli.formats.manifest import saved_steps
 from tests.helpers import slurm
 from tests.helpers.killing import read_files
 from tests.helpers.launched_jobs import kill_share

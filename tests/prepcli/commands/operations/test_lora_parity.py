@@ -17,8 +17,8 @@ from prepcli.models.param_tree import flatten_tree
 from prepcli.models.registry import FAMILIES
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.locate import locate
-from prepcli.sources.openers.peft_folder import open_adapter
 from prepcli.sources.openers.peft_settings import read_adapter_family
+from prepcli.sources.openers.tensor_files import open_adapter
 from prepcli.sources.opening import open_source
 from tests.helpers import runs
 from tests.helpers.lazy_modules import lazy_module

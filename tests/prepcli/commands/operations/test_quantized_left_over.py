@@ -12,7 +12,7 @@ import pytest
 import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import DamagedError, UsageError
-from prepcli.sources.quantization import may_be_quantized
+from prepcli.sources.detect import may_be_quantized
 from tests.helpers.quantized_folders import FORMATS
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, checkpoint_tensors, read_tensors, write_checkpoint

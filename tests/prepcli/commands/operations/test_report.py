@@ -14,7 +14,7 @@ import pytest
 import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, PrepError, UsageError
-from prepcli.formats.run_steps import RECIPE_FILE
+from prepcli.formats.manifest import RECIPE_FILE
 from trainer.run.run_record import ENVIRONMENT_FILE, SAMPLES_FILE, folder_nbytes
 from trainer.training.metrics import METRICS_FILE
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.sources.openers.hf_folder import MAX_SHARING_TENSORS, safetensors_file_name
+from prepcli.sources.openers.tensor_files import MAX_SHARING_TENSORS, safetensors_file_name
 from tests.helpers.pickle_builder import (
     encode_call,
     encode_mapping,
