@@ -131,8 +131,7 @@ def _prep_setup(options: argparse.Namespace) -> Any:
 
     from prepcli.models.mesh import parse_mesh
     from prepcli.models.registry import FAMILIES
-    from trainer.distributed.mesh_devices import device_kind
-    from trainer.distributed.sharding import make_sharding_context
+    from trainer.distributed.sharding import device_kind, make_sharding_context
     from trainer.nn.model_spec import build_model
     from trainer.training.setup import build_step_setup, preferred_kernel
 

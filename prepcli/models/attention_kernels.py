@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from prepcli.core.errors import Key, PrepError, text, usage_error
-from prepcli.models.activation_memory import SAVES_INPUT, SAVES_SCORES, RematPolicy
+from prepcli.models.activation_memory import NO_SCORES, SAVES_INPUT, SAVES_SCORES, RematPolicy
 from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
 from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
-from prepcli.models.memory_inputs import NO_SCORES
 from prepcli.models.param_tree import KV_HEAD_DIMS, ParamLeaf, dim_extent
 
 

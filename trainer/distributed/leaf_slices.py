@@ -23,8 +23,8 @@ from prepcli.algebra.boxes import Box, Range, volume
 from prepcli.core.errors import PrepError
 from prepcli.engine.checkpoint_store import CheckpointReader
 from prepcli.models.mesh import MeshAxes
-from trainer.distributed.hosts import kernel_id
-from trainer.distributed.tree_sum import dim_axes
+from trainer.distributed.agreement import kernel_id
+from trainer.distributed.sharding import dim_axes
 
 # Bytes of a slice: on one device after an exchange, or on all devices of a process without an exchange.
 SLICE_NBYTES = 16 << 20

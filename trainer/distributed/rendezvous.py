@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
 import socket
 import time
@@ -20,7 +21,12 @@ from typing import Any
 
 from prepcli.core.errors import PrepError
 from prepcli.core.process_address import ProcessAddress, is_loopback, split_host_port
-from trainer.distributed.hosts import process_place
+
+
+def process_place() -> str:
+    """Return the host and the id of this process, as messages show them."""
+    return f"{socket.gethostname()}, pid {os.getpid()}"
+
 
 PROTOCOL = "prep-1"
 # Any program on the network may connect and send data without a line end. A process sends a host

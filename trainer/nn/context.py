@@ -21,13 +21,11 @@ from prepcli.models.layer_config import Alibi, RelativePositionBias
 from prepcli.models.lora import LORA_B
 from prepcli.models.param_tree import Tree
 from prepcli.models.rope_config import Rope
-from trainer.distributed.sharding import ShardingContext
-from trainer.distributed.zigzag_order import order_tokens
-from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput
+from trainer.distributed.sharding import ShardingContext, order_tokens
+from trainer.nn.attention_mask import KV, AttentionMask, CosSin, EncoderOutput, ScoreBias
 from trainer.nn.cache import KVCache
 from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout, RandomKey, drop
 from trainer.nn.model_spec import AttentionOptions, ForwardConfig, ModelSpec
-from trainer.nn.position_encoding import CosSin, ScoreBias
 from trainer.nn.projections import LORA_DROPOUT, scale_by
 
 # Entries in a layer's weights that are not parameters. They differ between layers, so a scan over

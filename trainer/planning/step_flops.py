@@ -20,6 +20,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from prepcli.models.activation_memory import (
+    NO_SCORES,
     SAVES_ALL,
     SAVES_DOTS,
     SAVES_WEIGHT_DOTS,
@@ -27,10 +28,10 @@ from prepcli.models.activation_memory import (
     saved_activations,
 )
 from prepcli.models.architecture import FULL_ATTENTION
-from prepcli.models.layer_memory import LayerStack
-from prepcli.models.memory_estimate import layer_stacks
-from prepcli.models.memory_inputs import NO_SCORES, MemoryInputs
 from prepcli.models.param_tree import ParamLeaf
+from trainer.planning.layer_memory import LayerStack
+from trainer.planning.memory_estimate import layer_stacks
+from trainer.planning.memory_inputs import MemoryInputs
 
 # For y = x W: y in the forward pass, dx = dy W^T and dW = x^T dy in the backward pass. Each is a
 # product of 2 * N operations per token for N weights.

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
     from trainer.run.start import StartCheckpoint
     from trainer.training.datasets import DataModel
-    from trainer.training.loop_config import LoopConfig
+    from trainer.training.setup import LoopConfig
 
 
 def check_inputs(

@@ -73,7 +73,7 @@ class OpenedModel:
 
     def load(self, dtype_of: Callable[[str], str]) -> Tree:
         """Return the parameters as sharded arrays. `dtype_of` maps the dotted path of a leaf to its dtype."""
-        from trainer.training.loading import load_params
+        from trainer.training.checkpoint import load_params
 
         return load_params(self.reader, self.model, sharding=self.sharding, dtype_of=dtype_of)
 
@@ -239,7 +239,7 @@ def load_verbatim_params(
     """
     from trainer.distributed.devices import local_devices
     from trainer.distributed.sharding import local_device_sharding
-    from trainer.training.loading import make_loader
+    from trainer.training.checkpoint import make_loader
 
     local_devices()
     leaves = param_leaves(source.family, source.config, tied=False)

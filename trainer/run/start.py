@@ -68,8 +68,12 @@ from prepcli.targets.hf_folder import (
     with_tokenizer,
 )
 from prepcli.targets.training_step import StartModel
-from trainer.planning.config_overrides import override_fields
-from trainer.planning.model_shapes import PlannedModel, model_of_config, recipe_config
+from trainer.planning.model_shapes import (
+    PlannedModel,
+    model_of_config,
+    override_fields,
+    recipe_config,
+)
 from trainer.recipe import Recipe
 from trainer.recipe.model_table import Lora, Model
 from trainer.run.params import check_lock_verified, open_weights

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import AttentionOptions, ModelSpec
     from trainer.run.start import StartCheckpoint
-    from trainer.training.loop_config import LoopConfig
+    from trainer.training.setup import LoopConfig
     from trainer.training.source_datasets import TokenStore
     from trainer.training.step import StepSetup
 
@@ -90,7 +90,7 @@ def _num_elements(leaves: Mapping[str, ParamLeaf]) -> int:
 
 def rounding_environment(sharding: ShardingContext) -> dict[str, str | int]:
     """Return the kind of device, the versions of JAX, XLA's flags and, for CPUs, the cores of this process."""
-    from trainer.distributed.exact_backend import xla_flags
+    from trainer.distributed.exact_sums import xla_flags
 
     assert sharding.device_mesh is not None
     device = sharding.device_mesh.devices.flat[0]

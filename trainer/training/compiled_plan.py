@@ -21,16 +21,15 @@ from prepcli.models.mesh import Mesh, num_slices, parse_mesh, parse_slice_counts
 from trainer.data.packed_documents import document_columns
 from trainer.data.packing import ColumnSpecs
 from trainer.data.seq2seq import seq2seq_columns
-from trainer.distributed.compile_process import (
+from trainer.distributed.compilation import (
     UNWATCHED,
     CompileWatch,
     read_request,
     report_phase,
     run_compile_process,
 )
-from trainer.distributed.mesh_devices import device_kind
-from trainer.distributed.sharding import catch_out_of_memory, make_sharding_context
-from trainer.distributed.topology import libtpu_version, tpu_devices
+from trainer.distributed.devices import libtpu_version, tpu_devices
+from trainer.distributed.sharding import catch_out_of_memory, device_kind, make_sharding_context
 from trainer.nn.model_spec import model_from_manifest
 from trainer.planning.compiled_plan import CompiledPlan, read_collectives
 from trainer.planning.step_inputs import has_segments, run_dropout

@@ -32,12 +32,12 @@ from trainer.data.windows import with_stride
 from trainer.recipe import Recipe
 from trainer.recipe.data_table import SPAN_CORRUPTION, Data, recipe_span_sizes, split_sources
 from trainer.recipe.text_fields import CHAT_FORMATS, TRAINING, parse_fields
-from trainer.training.data_shape import find_data_shape
-from trainer.training.group_tokens import tokenize_in_group
 from trainer.training.source_datasets import (
     Datasets,
     build_mixture,
     eval_selection,
+    find_data_shape,
+    tokenize_in_group,
     train_selection,
 )
 

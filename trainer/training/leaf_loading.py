@@ -31,7 +31,7 @@ from trainer.distributed.leaf_slices import (
     plan_exchange,
     plan_own_reads,
 )
-from trainer.distributed.tree_sum import dim_axes
+from trainer.distributed.sharding import dim_axes
 
 # Bytes that all processes read of their own shards, per byte of the leaf. Above it they exchange slices.
 MAX_READ_RATIO = 1.01

@@ -18,7 +18,7 @@ from prepcli.core.worker_thread import run_abandonable
 from prepcli.engine.checkpoint_store import CheckpointStore, PendingSave
 from prepcli.planning.manifest_fields import Manifest
 from trainer.data.order import eval_batches
-from trainer.distributed.mesh_devices import peak_memory_nbytes
+from trainer.distributed.sharding import peak_memory_nbytes
 from trainer.training.checkpoint import count_changed_values, host_leaves
 from trainer.training.eval_metrics import NO_EVALUATIONS, Patience, check_metric_name
 from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
@@ -40,7 +40,7 @@ from trainer.training.logs import (
     speed_fields,
     step_line,
 )
-from trainer.training.loop_config import LoopConfig
+from trainer.training.setup import LoopConfig
 from trainer.training.source_datasets import tokens_by_source
 from trainer.training.step import StepSetup, TrainState, jit_train_step
 

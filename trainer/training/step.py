@@ -35,8 +35,7 @@ from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.training.events import STOP
 from trainer.training.exact_reduction import ExactReduction, compiler_options
 from trainer.training.feed import TokenBatch
-from trainer.training.optimizers.optimizer import Optimizer
-from trainer.training.optimizers.rounding import RoundingKey, bfloat16_to_float32
+from trainer.training.optimizers import Optimizer, RoundingKey, bfloat16_to_float32
 
 # Positive float16 values reach from 2^-24 to 65504, just below 2^16. The gradients of a mean over
 # tokens are often below 2^-24 and become 0. Scales are powers of two, which change no other bit.

@@ -22,7 +22,7 @@ from trainer.nn.model_spec import AttentionOptions
 from trainer.training.logs import MetricsFileLog
 from trainer.training.loop import Loop
 from trainer.training.metrics import METRICS_FILE
-from trainer.training.optimizers.optimizer import Optimizer
+from trainer.training.optimizers import Optimizer
 from trainer.training.step import StepSetup
 
 ONE_DEVICE = "1,1,1"

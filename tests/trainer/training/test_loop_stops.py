@@ -16,6 +16,7 @@ from tests.helpers.training_folder import write_tokenizer
 from tests.helpers.waiting import MAX_S
 from tests.trainer.training.test_samples import make_sampler
 from trainer.data.tokenizer import load_tokenizer
+from trainer.training.checkpoint import restore_state
 from trainer.training.events import (
     NO_MISSING_EVENTS,
     EventTimes,
@@ -23,12 +24,11 @@ from trainer.training.events import (
     is_due,
     num_due,
 )
-from trainer.training.loading import restore_state
 from trainer.training.logs import MetricsFileLog, SamplesFileLog
 from trainer.training.loop import Loop
-from trainer.training.loop_config import LoopConfig
 from trainer.training.metrics import METRICS_FILE, read_metrics
 from trainer.training.samples import Sampler
+from trainer.training.setup import LoopConfig
 
 STEPS = 6
 SAMPLES_FILE = "samples.jsonl"

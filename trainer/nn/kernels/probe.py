@@ -23,13 +23,12 @@ from prepcli.models.attention_kernels import (
     DeviceKind,
 )
 from prepcli.models.layer_config import RelativePositionBias
-from trainer.nn.attention_mask import KV, AttentionMask
+from trainer.nn.attention_mask import KV, AttentionMask, ScoreBias
 from trainer.nn.dropout import AttentionDropout, RandomKey
 from trainer.nn.kernels import KERNELS
 from trainer.nn.kernels.accelerators import AttentionKernel
 from trainer.nn.kernels.reference import reference_attention
 from trainer.nn.model_spec import AttentionOptions
-from trainer.nn.position_encoding import ScoreBias
 
 NUM_ROWS = 2
 NUM_KV_HEADS = 2

@@ -15,7 +15,7 @@ earlier shards in later steps:
     device 2   2    1    0
 
 In the backward pass the gradient of shard 2 is on device 2 in step 0, on device 0 in step 1 and on
-device 1 in step 2. The last hop takes it to device 2. `trainer.distributed.zigzag_order` has the
+device 1 in step 2. The last hop takes it to device 2. `trainer.distributed.sharding` has the
 tokens of each shard.
 
 Axes as in `blockwise`. In functions of one device B, T, S and K count its rows, tokens and heads.
@@ -43,19 +43,17 @@ from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.dropout import AttentionDropout, RandomKey
 from trainer.nn.kernels.blockwise import (
     LOWEST,
-    Residuals,
-    backward,
-    forward,
-    gradient_dots,
-    sink_gradient,
-)
-from trainer.nn.kernels.tiles import (
     AttentionInputs,
     Constants,
     Labels,
+    Residuals,
     TileConfig,
     attend_in_tiles,
+    backward,
+    forward,
+    gradient_dots,
     has_visible,
+    sink_gradient,
     tile_config,
 )
 from trainer.nn.model_spec import AttentionOptions, name_activation

@@ -19,7 +19,7 @@ from prepcli.formats.safetensors import ADAPTER_HINT
 from prepcli.models.mesh import parse_mesh, parse_slice_counts, resolve_mesh
 from prepcli.models.rule_text import merge_rules
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
-from trainer.planning.accelerators import parse_devices
+from trainer.planning.step_time import parse_devices
 
 
 def error_of(function: Callable[..., object], *args: object, **kwargs: object) -> PrepError:

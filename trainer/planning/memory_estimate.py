@@ -78,9 +78,9 @@ from dataclasses import dataclass, replace
 
 from prepcli.algebra.axis_map import DENSE_LAYERS, LAYERS, MIXER_LAYERS, WIDE_LAYERS
 from prepcli.models.activation_memory import chunk_length
-from prepcli.models.layer_memory import LayerStack
-from prepcli.models.memory_inputs import FLOAT32, MemoryInputs
 from prepcli.models.parameters import DECODER, ENCODER
+from trainer.planning.layer_memory import LayerStack
+from trainer.planning.memory_inputs import FLOAT32, MemoryInputs
 
 # Moments of a parameter in float32, if the inputs have no optimizer state.
 MOMENTS = 2

@@ -27,8 +27,6 @@ from prepcli.models.partition import (
 from prepcli.models.rules import Rules
 
 FLOAT32 = 4
-# Attention tile of a kernel that keeps scores on the chip.
-NO_SCORES = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)

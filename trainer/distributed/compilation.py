@@ -1,8 +1,4 @@
-"""A process that compiles for devices that this machine does not have.
-
-XLA compiles in one call of C++ code. The call takes minutes, reports no progress and cannot be interrupted. A process
-can be ended: at a time limit, by Ctrl-C, and when its parent ends.
-"""
+"""Compilation that a signal or a time limit can end: in a thread that is abandoned, or in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +14,49 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any
 
+import jax
+
 from prepcli.core.errors import Option, PrepError, text
+from prepcli.core.worker_thread import run_abandonable
+
+
+class CompiledFunction:
+    """A function of arrays, compiled once per combination of shapes, dtypes, shardings and static arguments.
+
+    Attributes:
+        compile_s: Seconds of compilation so far.
+    """
+
+    def __init__(self, jitted: Any) -> None:
+        """Take a function of `jax.jit`."""
+        self._jitted = jitted
+        self._executables: dict[Any, Callable[..., Any]] = {}
+        self.compile_s = 0.0
+
+    def __call__(self, *arrays: Any, **static: Any) -> Any:
+        """Call the function, after its compilation for the first arguments of their kind."""
+        leaves, structure = jax.tree.flatten(arrays)
+        # `compile` makes an executable for exactly these arguments. It rejects other shapes and shardings,
+        # where `jit` would silently compile again.
+        key = (
+            structure,
+            *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves),
+            *static.items(),
+        )
+        if key not in self._executables:
+            # Compile before the first call, to count its time without the execution.
+            started_at = time.monotonic()
+            lowered = self._jitted.lower(*arrays, **static)
+            # XLA compiles for minutes in one call, during which the main thread could handle no signal.
+            self._executables[key] = run_abandonable(lowered.compile)
+            self.compile_s += time.monotonic() - started_at
+        return self._executables[key](*arrays)
+
+
+# A process that compiles for devices that this machine does not have.
+#
+# XLA compiles in one call of C++ code. The call takes minutes, reports no progress and cannot be interrupted. A process
+# can be ended: at a time limit, by Ctrl-C, and when its parent ends.
 
 # JAX reads these once per process. libtpu would otherwise look for a TPU host, and lock the machine's TPU.
 _ENVIRONMENT = {
