@@ -34,9 +34,9 @@ from trainer.distributed.rendezvous import meet_processes, process_place
 #
 # A thread of the runtime learns that process 0 is gone, or that the service lost a process, and aborts this process
 # with its own log. `jax.distributed.initialize` has no hook for it. jaxlib's client has one,
-# `missed_heartbeat_callback`, but jaxlib 0.10 cannot convert the callback's argument: it throws `std::bad_cast`, which terminates the process.
-# Therefore both the callback and the terminate handler of the C++ runtime call `RuntimeErrors`. Without the hook, JAX
-# aborts the process.
+# `missed_heartbeat_callback`, but jaxlib 0.10 cannot convert the callback's argument: it throws `std::bad_cast`,
+# which terminates the process. Therefore both the callback and the terminate handler of the C++ runtime call
+# `RuntimeErrors`. Without the hook, JAX aborts the process.
 
 CLIENT_FACTORY = "get_distributed_runtime_client"
 CALLBACK = "missed_heartbeat_callback"
