@@ -49,15 +49,11 @@ def processes_per_host(group: ProcessGroup) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FolderProcesses:
-    """The writing processes of a folder and the first processes of the hosts, in a job.
+    """The writing processes of a folder and the first processes of the hosts, in a job."""
 
-    Attributes:
-        writers: Process 0, and the first process of each host without the folder of process 0.
-        host_leaders: The first process of each host.
-    """
-
+    # Process 0, and the first process of each host without the folder of process 0
     writers: list[int]
-    host_leaders: list[int]
+    host_leaders: list[int]  # The first process of each host
 
     @property
     def is_shared(self) -> bool:
@@ -133,11 +129,7 @@ def _create_probe(probe: Path) -> None:
 
 
 def _folder_writers(answers: Sequence[tuple[str, bool]]) -> list[int]:
-    """Return process 0, and the first process of each host that cannot see process 0's folder.
-
-    Args:
-        answers: Host of each process, and whether it sees the folder of process 0.
-    """
+    """Return process 0, and the first process of each host that cannot see process 0's folder."""
     first_of_host: dict[str, int] = {}
     for index, (host, sees_folder) in enumerate(answers):
         if not sees_folder:
@@ -209,11 +201,7 @@ def _warn_of_clocks(times: list[float], warn: Callable[[str], None]) -> None:
 
 
 def _find_differences(texts: list[str]) -> dict[str, str]:
-    """Return the facts that differ, each with its values by process.
-
-    Args:
-        texts: Host and facts of each process, as JSON. Empty except on process 0.
-    """
+    """Return the facts that differ, each with its values by process."""
     reports = [json.loads(report) for report in texts]
     # A fact may be missing in some processes. A dict keeps the order of the first report of each.
     names: dict[str, None] = {}

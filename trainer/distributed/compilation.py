@@ -77,17 +77,12 @@ def ignore_phase(phase: str, elapsed_s: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CompileWatch:
-    """Reports and time limit of a compilation.
+    """Reports and time limit of a compilation."""
 
-    Attributes:
-        on_phase: Receives the phase and the seconds since the start, at each new phase and every `note_s` seconds.
-        limit_s: Time limit of the compilation in seconds. None means no limit.
-        note_s: Seconds between two reports of the same phase.
-    """
-
+    # Receives the phase and the seconds since the start, at each new phase and every `note_s` seconds
     on_phase: Callable[[str, float], None] = ignore_phase
-    limit_s: float | None = None
-    note_s: float = NOTE_S
+    limit_s: float | None = None  # Time limit of the compilation in seconds. None means no limit.
+    note_s: float = NOTE_S  # Seconds between two reports of the same phase
 
 
 UNWATCHED = CompileWatch()
@@ -154,11 +149,7 @@ def _send_request(stdin: IO[str], request: str) -> None:
 
 
 def _wait_for_answer(stdout: IO[str], watch: CompileWatch) -> str | None:
-    """Wait until the process closes its stdout. Return its last line.
-
-    Raises:
-        PrepError: The time limit was reached.
-    """
+    """Wait until the process closes its stdout. Return its last line."""
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     # A thread reads, because reading a line from a pipe has no timeout.
     threading.Thread(target=_read_lines, args=(stdout, lines), daemon=True).start()

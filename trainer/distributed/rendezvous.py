@@ -47,25 +47,15 @@ MAX_NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    """A connected process.
+    """A connected process."""
 
-    Attributes:
-        index: Index of the process in its job.
-        count: Number of processes of its job.
-        ip: IP address of its connection.
-        place: Its host and process id. Its IP address if it did not send them.
-        job: Name of its job. Empty if it is unknown.
-        settings_digest: Digest of its settings. Empty if it is unknown.
-        connection: Connection to it.
-    """
-
-    index: int
-    count: int
-    ip: str
-    place: str
-    job: str
-    settings_digest: str
-    connection: socket.socket
+    index: int  # Index of the process in its job
+    count: int  # Number of processes of its job
+    ip: str  # IP address of its connection
+    place: str  # Its host and process id. Its IP address if it did not send them.
+    job: str  # Name of its job. Empty if it is unknown.
+    settings_digest: str  # Digest of its settings. Empty if it is unknown.
+    connection: socket.socket  # Connection to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +153,6 @@ def _find_stranger(peer: _Peer, other: _Peer | None, address: ProcessAddress) ->
     """Return the process of another job, of two processes with the same index.
 
     None if no job is known to differ.
-
-    Args:
-        peer: The process that connected last.
-        other: A connected process with the same index. None if there is none.
-        address: Process 0.
     """
     if peer.job and address.job and peer.job != address.job:
         return peer
@@ -364,11 +349,7 @@ def _send_verdict(peer: _Peer, error: PrepError | None) -> None:
 
 
 def _read_line(connection: socket.socket, deadline: float) -> bytes:
-    """Return a line of at most MAX_LINE_BYTES.
-
-    Raises:
-        OSError: The connection ends, or the time of the deadline has come, before the line does.
-    """
+    """Return a line of at most MAX_LINE_BYTES."""
     line = b""
     while not line.endswith(b"\n"):
         # A timeout of 0 would make the socket non-blocking.

@@ -144,16 +144,11 @@ HOST_MEMORY = "pinned_host"
 # Compared by identity, so that jit caches functions of it.
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardingContext:
-    """A device mesh with the sharding rules of a run.
+    """A device mesh with the sharding rules of a run."""
 
-    Attributes:
-        mesh: The mesh as the recipe names it. None for one device.
-        rules: Partition rules.
-        device_mesh: The mesh on JAX devices. None if only specs are needed, or for one device.
-    """
-
-    mesh: Mesh | None = None
-    rules: Rules = DEFAULT_RULES
+    mesh: Mesh | None = None  # The mesh as the recipe names it. None for one device.
+    rules: Rules = DEFAULT_RULES  # Partition rules
+    # The mesh on JAX devices. None if only specs are needed, or for one device.
     device_mesh: jax.sharding.Mesh | None = None
 
     def param_sharding(self, leaf: ParamLeaf) -> NamedSharding | None:

@@ -32,18 +32,12 @@ Kind = Literal["lost", "stuck", "failed", "stopped"]
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Message that a process publishes at intervals while it is alive.
+    """Message that a process publishes at intervals while it is alive."""
 
-    Attributes:
-        count: Heartbeats of the process so far.
-        place: Its host and process id.
-        phase: Its current work, such as `load`, `compile`, `step 12` or `save 12`.
-        num_phases: Number of its phases so far. Equal on all processes at the same point of a run.
-    """
-
-    count: int
-    place: str
-    phase: str
+    count: int  # Heartbeats of the process so far
+    place: str  # Its host and process id
+    phase: str  # Its current work, such as `load`, `compile`, `step 12` or `save 12`
+    # Number of its phases so far. Equal on all processes at the same point of a run.
     num_phases: int
 
     def to_json(self) -> str:
@@ -58,21 +52,14 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """The reason why all processes of a job end.
+    """The reason why all processes of a job end."""
 
-    Attributes:
-        kind: `lost` (no heartbeat), `stuck` (no progress), `failed` (an error) or `stopped` (a signal).
-        process: Index of the process.
-        what: One line that names the process.
-        why: Details, such as its error, its last phase, or the name of the signal.
-        code: Exit code of a process that failed.
-    """
-
+    # `lost` (no heartbeat), `stuck` (no progress), `failed` (an error) or `stopped` (a signal)
     kind: Kind
-    process: int
-    what: str
-    why: str
-    code: int | None = None
+    process: int  # Index of the process
+    what: str  # One line that names the process
+    why: str  # Details, such as its error, its last phase, or the name of the signal
+    code: int | None = None  # Exit code of a process that failed
 
     def to_json(self) -> str:
         """Return the reason as JSON."""
@@ -275,21 +262,15 @@ class SharedTexts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WatchSettings:
-    """Deadlines of a job.
+    """Deadlines of a job."""
 
-    Attributes:
-        timeout_s: Seconds without a heartbeat until a process is lost.
-        step_timeout_s: Seconds after which an unfinished step is stuck. 0 means no limit.
-        places: Host and process id of this process and of other known ones, by index.
-        beat_s: Seconds between two heartbeats of a process in a job of few processes.
-        grace_s: Seconds for the main thread to report its own error or signal.
-    """
-
-    timeout_s: float
-    step_timeout_s: float
+    timeout_s: float  # Seconds without a heartbeat until a process is lost
+    step_timeout_s: float  # Seconds after which an unfinished step is stuck. 0 means no limit.
+    # Host and process id of this process and of other known ones, by index
     places: Mapping[int, str]
+    # Seconds between two heartbeats of a process in a job of few processes
     beat_s: float = INTERVAL_S
-    grace_s: float = GRACE_S
+    grace_s: float = GRACE_S  # Seconds for the main thread to report its own error or signal
 
     def interval_s(self, count: int) -> float:
         """Return the seconds between two heartbeats of each of `count` processes."""

@@ -26,16 +26,12 @@ from trainer.nn.model_spec import ForwardConfig, ModelSpec
 class Computation:
     """Pure functions of a model's parameters, without dropout.
 
-    Attributes:
-        model: The model.
-        forward_config: Execution options.
-
     Raises:
         UsageError: The mesh splits the tokens of a sequence.
     """
 
-    model: ModelSpec
-    forward_config: ForwardConfig
+    model: ModelSpec  # The model
+    forward_config: ForwardConfig  # Execution options
 
     def __post_init__(self) -> None:
         """Check that tokens stay in their order."""
@@ -75,13 +71,9 @@ class Computation:
 
 
 class LanguageModel:
-    """Base of a module that holds the parameters of a language model.
+    """Base of a module that holds the parameters of a language model."""
 
-    Attributes:
-        computation: The forward pass.
-    """
-
-    computation: Computation
+    computation: Computation  # The forward pass
 
     def __call__(
         self, tokens: Array, source: Array | None = None, source_mask: Array | None = None
@@ -153,12 +145,9 @@ class LinenModel(LanguageModel, nn.Module):
     """A language model without parameters of its own: `model.apply({"params": tree}, tokens)` takes prep's tree.
 
     The model has no dropout, and needs random keys for `init` only.
-
-    Attributes:
-        computation: The forward pass.
     """
 
-    computation: Computation
+    computation: Computation  # The forward pass
 
     # linen allows `self.param` only in `setup` and in one compact method.
     @nn.compact

@@ -435,13 +435,7 @@ def project_kv(x: Array, weights: Projections, context: LayerContext) -> KV:
 
 
 def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: int) -> TokenFunction:
-    """Return a function that projects [B, T, D] to queries, keys, values or gates, in chunks of tokens.
-
-    Args:
-        names: The projections, of "q", "k", "v" and GATE.
-        context: Inputs of the layer.
-        num_tokens: T.
-    """
+    """Return a function that projects [B, T, D] to queries, keys, values or gates, in chunks of tokens."""
     arch_config = context.arch_config
     sharding = context.sharding
     is_interleaved = arch_config.rotary_pairs == "interleaved"

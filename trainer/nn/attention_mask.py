@@ -25,16 +25,11 @@ from trainer.nn.dropout import AttentionDropout
 
 
 class CosSin(NamedTuple):
-    """The rotation of queries and keys by position.
+    """The rotation of queries and keys by position."""
 
-    Attributes:
-        cosine: Rotary cosine, float32 [T, R / 2], or [B, T, R / 2] if rows differ.
-        sine: Like `cosine`.
-        query_scale: Factor of queries, float32 [T, 1] or [B, T, 1]. None means 1.
-    """
-
-    cosine: Array
-    sine: Array
+    cosine: Array  # Rotary cosine, float32 [T, R / 2], or [B, T, R / 2] if rows differ
+    sine: Array  # Like `cosine`
+    # Factor of queries, float32 [T, 1] or [B, T, 1]. None means 1.
     query_scale: Array | None = None
 
 
@@ -302,18 +297,13 @@ def _yarn_frequencies(rope: Rope, default_frequencies: np.ndarray) -> np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class ScoreBias:
-    """A bias that depends on the positions of a query and a key.
+    """A bias that depends on the positions of a query and a key."""
 
-    Attributes:
-        table: Bias by bucket [buckets, H], a parameter, or ALiBi's slopes [1, H], constants.
-        config: The kind of the bias.
-        sharding: The device mesh and its rules.
-        precomputed: Bias of all queries and keys, computed once for all layers. None computes it from positions.
-    """
-
-    table: Array
-    config: RelativePositionBias | Alibi
+    table: Array  # Bias by bucket [buckets, H], a parameter, or ALiBi's slopes [1, H], constants
+    config: RelativePositionBias | Alibi  # The kind of the bias
+    # The device mesh and its rules
     sharding: ShardingContext = field(default_factory=ShardingContext)
+    # Bias of all queries and keys, computed once for all layers. None computes it from positions.
     precomputed: Array | None = None
 
     def materialize(self, q_positions: Array, kv_positions: Array) -> Array:
@@ -347,16 +337,12 @@ def take_layer(stack: Array, layer: Array) -> Array:
 
 
 class EncoderOutput(NamedTuple):
-    """The input of cross-attention.
+    """The input of cross-attention."""
 
-    Attributes:
-        states: The encoder's hidden states [B, S, D]. For decoding with a cache, the keys and values that all decoder
-            layers project from them, [layers, B, S, K, E] each, or the keys and values of one layer, [B, S, K, E].
-        source_mask: bool [B, S], false for padding. None if no token is padding.
-    """
-
+    # The encoder's hidden states [B, S, D]. For decoding with a cache, the keys and values that all decoder
+    # layers project from them, [layers, B, S, K, E] each, or the keys and values of one layer, [B, S, K, E].
     states: Array | KV
-    source_mask: Array | None = None
+    source_mask: Array | None = None  # bool [B, S], false for padding. None if no token is padding.
 
     def for_layer(self, layer: Array) -> EncoderOutput:
         """Return the input of cross-attention in one decoder layer: its keys and values, and the same mask."""
@@ -365,14 +351,10 @@ class EncoderOutput(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """The documents of packed rows. No token attends to another document of its row.
+    """The documents of packed rows. No token attends to another document of its row."""
 
-    Attributes:
-        ids: int32 [B, T], the document of each token. 0 for padding.
-        positions: int32 [B, T], the position of each token in its document, for rotary and learned positions.
-    """
-
-    ids: Array
+    ids: Array  # int32 [B, T], the document of each token. 0 for padding.
+    # int32 [B, T], the position of each token in its document, for rotary and learned positions
     positions: Array
 
 
@@ -382,40 +364,32 @@ class AttentionMask:
 
     A query attends to valid keys of its own segment. If the mask is causal and has positions, these are keys up to the
     query's position, within `window` positions.
-
-    Attributes:
-        q_positions: int32 [T], or [B, T] if rows differ.
-        kv_positions: int32 [S], or [B, S] if rows differ.
-        kv_valid: bool [B, S], false for padding, which no query attends to.
-        q_segment_ids: int32 [B, T], the document of each query. None if a row is one document.
-        kv_segment_ids: int32 [B, S], the document of each key. None if a row is one document.
-        bias: Added to scores. Requires positions.
-        cos_sin: Rotary cosine and sine of queries and of their own keys.
-        layer_score_scale: float32 [], a factor of this layer's scores in addition to `ArchConfig.attn_scale`.
-        dropout: Dropout of the probabilities. Requires positions. None means no dropout.
-        sinks: [H], the score of a key without a value that each query of a head sees. None means no sinks.
-        window: Number of positions that a query attends to, itself included. `FULL_ATTENTION` means no limit.
-        chunk: Number of positions of a chunk, outside of which a query sees no key. NO_CHUNK means no limit.
-        document_positions: int32 [B, T], the positions of packed documents, in which chunks begin at 0.
-        is_causal: Whether positions limit the visible keys. False in an encoder.
-        window_kv_positions: int32 [B, S] by window, positions of the keys of layers with that window, if a KV cache
-            keeps other keys for them. Negative for a key that is not valid. Other layers have `kv_positions`.
     """
 
-    q_positions: Array | None = None
-    kv_positions: Array | None = None
-    kv_valid: Array | None = None
+    q_positions: Array | None = None  # int32 [T], or [B, T] if rows differ
+    kv_positions: Array | None = None  # int32 [S], or [B, S] if rows differ
+    kv_valid: Array | None = None  # bool [B, S], false for padding, which no query attends to
+    # int32 [B, T], the document of each query. None if a row is one document.
     q_segment_ids: Array | None = None
+    # int32 [B, S], the document of each key. None if a row is one document.
     kv_segment_ids: Array | None = None
-    bias: ScoreBias | None = None
-    cos_sin: CosSin | None = None
+    bias: ScoreBias | None = None  # Added to scores. Requires positions.
+    cos_sin: CosSin | None = None  # Rotary cosine and sine of queries and of their own keys
+    # float32 [], a factor of this layer's scores in addition to `ArchConfig.attn_scale`
     layer_score_scale: Array | None = None
+    # Dropout of the probabilities. Requires positions. None means no dropout.
     dropout: AttentionDropout | None = None
+    # [H], the score of a key without a value that each query of a head sees. None means no sinks.
     sinks: Array | None = None
+    # Number of positions that a query attends to, itself included. `FULL_ATTENTION` means no limit.
     window: int = FULL_ATTENTION
+    # Number of positions of a chunk, outside of which a query sees no key. NO_CHUNK means no limit.
     chunk: int = NO_CHUNK
+    # int32 [B, T], the positions of packed documents, in which chunks begin at 0
     document_positions: Array | None = None
-    is_causal: bool = True
+    is_causal: bool = True  # Whether positions limit the visible keys. False in an encoder.
+    # int32 [B, S] by window, positions of the keys of layers with that window, if a KV cache keeps other keys for
+    # them. Negative for a key that is not valid. Other layers have `kv_positions`.
     window_kv_positions: Mapping[int, Array] | None = None
 
     def for_layer(

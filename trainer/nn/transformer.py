@@ -111,12 +111,7 @@ def _encoder_inputs(
     *,
     dropout: Dropout | None = None,
 ) -> tuple[Tree, Array, StackContext]:
-    """Return the inputs of the encoder layers. The arguments and errors are those of `encode`.
-
-    Returns:
-        The parameters in the dtype of the computation, the residual stream [B, S, D] before the first layer, and the
-        context of all layers.
-    """
+    """Return the inputs of the encoder layers. The arguments and errors are those of `encode`."""
     arch_config = model.arch_config.encoder
     sharding = forward_config.sharding
     if arch_config is None:

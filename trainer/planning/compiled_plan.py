@@ -25,51 +25,30 @@ _ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)[a-z\d]*)\[([\d,]*)\]")
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """The collective operations of one kind in a compiled step.
+    """The collective operations of one kind in a compiled step."""
 
-    Attributes:
-        kind: Name of the operation in HLO, such as all-gather.
-        count: Operations in the program. One in a loop counts once.
-        nbytes: Bytes of their results on one device.
-    """
-
-    kind: str
-    count: int
-    nbytes: int
+    kind: str  # Name of the operation in HLO, such as all-gather
+    count: int  # Operations in the program. One in a loop counts once.
+    nbytes: int  # Bytes of their results on one device
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
-    """The compiler's plan of a training step. Bytes are per device.
+    """The compiler's plan of a training step. Bytes are per device."""
 
-    Attributes:
-        target: The devices, such as `v5p:8x8x4` or `8 CPU devices`.
-        kernel: Name of the attention kernel.
-        is_upper_bound: Whether accelerators need less: XLA computes bfloat16 in float32 on CPUs,
-            and keeps both.
-        temp_nbytes: Temporary arrays.
-        argument_nbytes: The training state and the batch.
-        output_nbytes: The new training state and the metrics.
-        alias_nbytes: Outputs that take the place of arguments.
-        compile_s: Seconds of tracing and compiling.
-        host_nbytes: Largest resident memory of the process that compiled.
-        collectives: The collective operations by kind.
-        jax_version: Version of jax.
-        libtpu_version: Version of libtpu, the compiler of TPUs. Empty for other devices.
-    """
-
-    target: str
-    kernel: str
+    target: str  # The devices, such as `v5p:8x8x4` or `8 CPU devices`
+    kernel: str  # Name of the attention kernel
+    # Whether accelerators need less: XLA computes bfloat16 in float32 on CPUs, and keeps both
     is_upper_bound: bool
-    temp_nbytes: int
-    argument_nbytes: int
-    output_nbytes: int
-    alias_nbytes: int
-    compile_s: float
-    host_nbytes: int
-    collectives: tuple[Collective, ...]
-    jax_version: str
-    libtpu_version: str
+    temp_nbytes: int  # Temporary arrays
+    argument_nbytes: int  # The training state and the batch
+    output_nbytes: int  # The new training state and the metrics
+    alias_nbytes: int  # Outputs that take the place of arguments
+    compile_s: float  # Seconds of tracing and compiling
+    host_nbytes: int  # Largest resident memory of the process that compiled
+    collectives: tuple[Collective, ...]  # The collective operations by kind
+    jax_version: str  # Version of jax
+    libtpu_version: str  # Version of libtpu, the compiler of TPUs. Empty for other devices.
 
     @property
     def compiler(self) -> str:

@@ -67,25 +67,18 @@ class LayerStack:
     """Layers of the same kind in a decoder or an encoder, e.g. its dense layers or its MoE layers.
 
     Sizes (`_size`) are in elements on one device, `_nbytes` in bytes.
-
-    Attributes:
-        inputs: Inputs of the estimate.
-        arch_config: The choices of these layers.
-        prefix: Prefix of their paths.
-        seq_length: Number of queries.
-        kv_lengths: Number of keys of each attention of a layer, by name. Empty for layers with a recurrent mixer.
-        groups: Number of layers in each layer group with weights of these layers, by the group's dim. E.g.
-            `{"layers": 32}` for 32 equal layers.
-        mlp_dim: Logical dim of the hidden units.
     """
 
-    inputs: MemoryInputs
-    arch_config: ArchConfig
-    prefix: str
-    seq_length: int
+    inputs: MemoryInputs  # Inputs of the estimate
+    arch_config: ArchConfig  # The choices of these layers
+    prefix: str  # Prefix of their paths
+    seq_length: int  # Number of queries
+    # Number of keys of each attention of a layer, by name. Empty for layers with a recurrent mixer.
     kv_lengths: Mapping[str, int]
+    # Number of layers in each layer group with weights of these layers, by the group's dim. E.g. `{"layers": 32}`
+    # for 32 equal layers.
     groups: Mapping[str, int]
-    mlp_dim: str = "mlp"
+    mlp_dim: str = "mlp"  # Logical dim of the hidden units
 
     @property
     def num_layers(self) -> int:
@@ -525,15 +518,10 @@ DELTA_PRODUCTS = 2
 
 
 class ArrayCounts(NamedTuple):
-    """Numbers of arrays of one shape.
+    """Numbers of arrays of one shape."""
 
-    Attributes:
-        plain: In the dtype of the computation.
-        float32: In float32.
-    """
-
-    plain: int
-    float32: int
+    plain: int  # In the dtype of the computation
+    float32: int  # In float32
 
     def nbytes(self, size: int, itemsize: int) -> int:
         """Return the bytes of all arrays, of `size` elements each."""
@@ -552,17 +540,11 @@ RECOMPUTED_VALUE_ARRAYS = ArrayCounts(plain=0, float32=4)
 
 @dataclass(frozen=True, slots=True)
 class MixerMemory:
-    """The memory of a recurrent mixer on one device.
+    """The memory of a recurrent mixer on one device."""
 
-    Attributes:
-        inputs: Inputs of the estimate.
-        mixer: The mixer.
-        seq_length: Number of tokens of a row.
-    """
-
-    inputs: MemoryInputs
-    mixer: Mixer
-    seq_length: int
+    inputs: MemoryInputs  # Inputs of the estimate
+    mixer: Mixer  # The mixer
+    seq_length: int  # Number of tokens of a row
 
     @property
     def saved_nbytes(self) -> int:

@@ -93,29 +93,17 @@ NO_MLP = ""
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """The bytes that a training step needs on one device.
+    """The bytes that a training step needs on one device."""
 
-    Attributes:
-        parameters: Parameters of the whole model, split by the mesh.
-        moments: Moments of the optimizer.
-        gradients: Gradients and updates.
-        saved: Activations saved by all layers for the backward pass, and the layers' weights.
-        layer: Working set of one layer's backward pass.
-        head: Working set of the LM head and the loss.
-        scores: Attention scores of one layer or tile, float32 [B, H, T, S]. Part of `layer`.
-        batch: Token ids, targets and weights of a step.
-        offloaded: Activations saved in host memory. Not part of the peak.
-    """
-
-    parameters: int
-    moments: int
-    gradients: int
-    saved: int
-    layer: int
-    head: int
-    scores: int
-    batch: int
-    offloaded: int = 0
+    parameters: int  # Parameters of the whole model, split by the mesh
+    moments: int  # Moments of the optimizer
+    gradients: int  # Gradients and updates
+    saved: int  # Activations saved by all layers for the backward pass, and the layers' weights
+    layer: int  # Working set of one layer's backward pass
+    head: int  # Working set of the LM head and the loss
+    scores: int  # Attention scores of one layer or tile, float32 [B, H, T, S]. Part of `layer`.
+    batch: int  # Token ids, targets and weights of a step
+    offloaded: int = 0  # Activations saved in host memory. Not part of the peak.
 
     @property
     def state(self) -> int:

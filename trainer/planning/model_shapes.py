@@ -137,20 +137,13 @@ def _has_type_of(value: JsonValue, example: JsonValue) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """A model to plan for.
+    """A model to plan for."""
 
-    Attributes:
-        config: Content of its config.json.
-        is_tied: Whether the LM head is the token embedding.
-        scan: Whether each parameter of the layers is one leaf.
-        scan_axis: The axis over which layers are stacked.
-        is_converted: Whether it is a checkpoint of prep, with a vocabulary that already has its padding.
-    """
-
-    config: HFConfig
-    is_tied: bool
-    scan: bool = True
-    scan_axis: int = 0
+    config: HFConfig  # Content of its config.json
+    is_tied: bool  # Whether the LM head is the token embedding
+    scan: bool = True  # Whether each parameter of the layers is one leaf
+    scan_axis: int = 0  # The axis over which layers are stacked
+    # Whether it is a checkpoint of prep, with a vocabulary that already has its padding
     is_converted: bool = False
 
     @property

@@ -47,22 +47,15 @@ SOURCE_PROJECTIONS = (".cross.k.", ".cross.v.")
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """The operations of a step on all devices.
+    """The operations of a step on all devices."""
 
-    Attributes:
-        matmul: Products with parameters.
-        attention_full: Products of queries, keys and values, with masked pairs.
-        attention_causal: The same without masked pairs.
-        masked: Operations on masked pairs that the kernel computes. A kernel with tiles skips the
-            tiles without a visible pair.
-        recomputed: Operations that the backward pass repeats.
-    """
-
-    matmul: int
-    attention_full: int
-    attention_causal: int
+    matmul: int  # Products with parameters
+    attention_full: int  # Products of queries, keys and values, with masked pairs
+    attention_causal: int  # The same without masked pairs
+    # Operations on masked pairs that the kernel computes. A kernel with tiles skips the tiles without a visible
+    # pair.
     masked: int
-    recomputed: int
+    recomputed: int  # Operations that the backward pass repeats
 
     @property
     def model_flops_of_all_pairs(self) -> int:
@@ -82,21 +75,13 @@ class StepFlops:
 
 @dataclass(frozen=True, slots=True)
 class _ForwardFlops:
-    """Operations of one forward pass through a stack of layers, for all sequences in a step.
+    """Operations of one forward pass through a stack of layers, for all sequences in a step."""
 
-    Attributes:
-        projections: Products with parameters.
-        trained_projections: Products with parameters that are trained.
-        attention_full: Products of queries, keys and values, with masked pairs.
-        attention_causal: The same without masked pairs.
-        attention_computed: The same with the masked pairs that the kernel computes.
-    """
-
-    projections: int
-    trained_projections: int
-    attention_full: int
-    attention_causal: int
-    attention_computed: int
+    projections: int  # Products with parameters
+    trained_projections: int  # Products with parameters that are trained
+    attention_full: int  # Products of queries, keys and values, with masked pairs
+    attention_causal: int  # The same without masked pairs
+    attention_computed: int  # The same with the masked pairs that the kernel computes
 
 
 def count_step_flops(inputs: MemoryInputs) -> StepFlops:
@@ -226,15 +211,7 @@ def _visible_pairs(length: int, window: int) -> int:
 def _computed_pairs(
     inputs: MemoryInputs, lengths: tuple[int, int], *, window: int, visible: int, is_causal: bool
 ) -> int:
-    """Return the number of pairs that a kernel computes: all pairs, tiles with a visible pair, or visible pairs.
-
-    Args:
-        inputs: Inputs of the estimates.
-        lengths: Queries and keys of a row.
-        window: Sliding window, or FULL_ATTENTION.
-        visible: Number of visible pairs.
-        is_causal: Whether keys after a query are masked.
-    """
+    """Return the number of pairs that a kernel computes: all pairs, tiles with a visible pair, or visible pairs."""
     num_queries, num_keys = lengths
     if inputs.attention_tile == NO_SCORES:
         return visible

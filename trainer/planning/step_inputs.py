@@ -405,17 +405,11 @@ def rotary_context(config: ArchConfig) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizes:
-    """The sizes of the chunks in which a step computes attention and head.
+    """The sizes of the chunks in which a step computes attention and head."""
 
-    Attributes:
-        queries: Queries of a tile of blockwise attention. -1 for all.
-        keys: Keys of a tile of blockwise attention. -1 for all.
-        head: Tokens of a device per row with logits in memory at the same time. -1 for all.
-    """
-
-    queries: int
-    keys: int
-    head: int
+    queries: int  # Queries of a tile of blockwise attention. -1 for all.
+    keys: int  # Keys of a tile of blockwise attention. -1 for all.
+    head: int  # Tokens of a device per row with logits in memory at the same time. -1 for all.
 
 
 def default_chunk_sizes(device: DeviceKind, *, length: int, num_rows: int) -> ChunkSizes:

@@ -44,27 +44,17 @@ AMPERE, HOPPER, BLACKWELL = (DeviceKind("cuda", (major, 0)) for major in (8, 9, 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """A kind of accelerator.
+    """A kind of accelerator."""
 
-    Attributes:
-        name: Name in `--devices`.
-        device: Platform and compute capability, which decide on the attention kernel.
-        memory_nbytes: Memory of one device.
-        peak_flops: Dense bfloat16 operations per second.
-        memory_bandwidth: Bytes per second between a device and its memory.
-        link_bandwidth: Bytes per second that a device sends along one mesh axis within a domain.
-        domain_size: Devices that links connect: the chips of a pod, or the GPUs of a node.
-        network_bandwidth: Bytes per second that a device sends to other domains.
-    """
-
-    name: str
-    device: DeviceKind
-    memory_nbytes: int
-    peak_flops: float
-    memory_bandwidth: float
+    name: str  # Name in `--devices`
+    device: DeviceKind  # Platform and compute capability, which decide on the attention kernel
+    memory_nbytes: int  # Memory of one device
+    peak_flops: float  # Dense bfloat16 operations per second
+    memory_bandwidth: float  # Bytes per second between a device and its memory
+    # Bytes per second that a device sends along one mesh axis within a domain
     link_bandwidth: float
-    domain_size: int
-    network_bandwidth: float
+    domain_size: int  # Devices that links connect: the chips of a pod, or the GPUs of a node
+    network_bandwidth: float  # Bytes per second that a device sends to other domains
 
     def axis_bandwidth(self, size: int, stride: int) -> float:
         """Return the bytes per second that a device sends in a ring over a mesh axis.
@@ -178,23 +168,15 @@ MLP_PART = ".mlp."
 
 @dataclass(frozen=True, slots=True)
 class AxisTraffic:
-    """The bytes that a device sends along a mesh axis in a step.
+    """The bytes that a device sends along a mesh axis in a step."""
 
-    Attributes:
-        axis: Name of the axis.
-        size: Devices along the axis.
-        nbytes: Bytes sent within a slice.
-        overlaps: Whether other work can hide the communication: the result is not needed at once.
-        num_slices: Slices along the axis.
-        slow_nbytes: Bytes sent between slices.
-    """
-
-    axis: str
-    size: int
-    nbytes: int
+    axis: str  # Name of the axis
+    size: int  # Devices along the axis
+    nbytes: int  # Bytes sent within a slice
+    # Whether other work can hide the communication: the result is not needed at once
     overlaps: bool
-    num_slices: int = 1
-    slow_nbytes: int = 0
+    num_slices: int = 1  # Slices along the axis
+    slow_nbytes: int = 0  # Bytes sent between slices
 
 
 def axis_traffic(inputs: MemoryInputs, slices: SliceCounts = ONE_SLICE) -> list[AxisTraffic]:
@@ -340,19 +322,12 @@ WEIGHT_READS = 3
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The estimated time of a step, in seconds.
+    """The estimated time of a step, in seconds."""
 
-    Attributes:
-        compute_s: Computation.
-        memory_s: Traffic with the device's memory.
-        overlapped_s: Communication in parallel with other work.
-        exposed_s: Communication that other work waits for.
-    """
-
-    compute_s: float
-    memory_s: float
-    overlapped_s: float
-    exposed_s: float
+    compute_s: float  # Computation
+    memory_s: float  # Traffic with the device's memory
+    overlapped_s: float  # Communication in parallel with other work
+    exposed_s: float  # Communication that other work waits for
 
     @property
     def step_s(self) -> float:

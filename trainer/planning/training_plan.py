@@ -49,47 +49,28 @@ from trainer.recipe import Recipe
 
 @dataclass(frozen=True, slots=True)
 class KindEstimate:
-    """A step on one kind of accelerator.
+    """A step on one kind of accelerator."""
 
-    Attributes:
-        kind: The accelerators.
-        fits: Whether the estimated peak is within their memory.
-        time: Time of the step.
-        tokens_per_s: Tokens of all devices per second.
-        mfu_full: Model FLOPs utilization, masked pairs counted as in published figures.
-        mfu_causal: The same without masked pairs.
-    """
-
-    kind: Accelerator
-    fits: bool
-    time: StepTime
-    tokens_per_s: float
-    mfu_full: float
-    mfu_causal: float
+    kind: Accelerator  # The accelerators
+    fits: bool  # Whether the estimated peak is within their memory
+    time: StepTime  # Time of the step
+    tokens_per_s: float  # Tokens of all devices per second
+    mfu_full: float  # Model FLOPs utilization, masked pairs counted as in published figures
+    mfu_causal: float  # The same without masked pairs
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """The plan of a training step.
+    """The plan of a training step."""
 
-    Attributes:
-        recipe: The recipe, with the planned mesh.
-        mesh: The mesh without axes of size -1.
-        inputs: Inputs of the estimates.
-        memory: Memory of one device.
-        flops: Operations of all devices.
-        traffic: Communication of one device, by mesh axis.
-        device: Kind of the devices.
-        slices: Number of slices along each axis of the mesh.
-    """
-
-    recipe: Recipe
-    mesh: Mesh
-    inputs: MemoryInputs
-    memory: MemoryEstimate
-    flops: StepFlops
-    traffic: tuple[AxisTraffic, ...]
-    device: DeviceKind = ANY_ACCELERATOR
+    recipe: Recipe  # The recipe, with the planned mesh
+    mesh: Mesh  # The mesh without axes of size -1
+    inputs: MemoryInputs  # Inputs of the estimates
+    memory: MemoryEstimate  # Memory of one device
+    flops: StepFlops  # Operations of all devices
+    traffic: tuple[AxisTraffic, ...]  # Communication of one device, by mesh axis
+    device: DeviceKind = ANY_ACCELERATOR  # Kind of the devices
+    # Number of slices along each axis of the mesh
     slices: SliceCounts = field(default_factory=dict)
 
     @property
@@ -272,16 +253,12 @@ class MeshOption:
 
 @dataclass(frozen=True, slots=True)
 class MeshSearch:
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-        options: Meshes on which the step fits, the most tokens per second first.
-        num_too_large: Meshes on which it does not fit.
-        refusals: Number of meshes that do not divide the model or the batch, by the reason.
-    """
-
+    # Meshes on which the step fits, the most tokens per second first
     options: tuple[MeshOption, ...]
-    num_too_large: int
+    num_too_large: int  # Meshes on which it does not fit
+    # Number of meshes that do not divide the model or the batch, by the reason
     refusals: Counter[str]
 
 

@@ -71,15 +71,10 @@ SCHEMES = ("gs://", "s3://", "hf://")
 
 @dataclass(frozen=True, slots=True)
 class DataFinder:
-    """Finder of data files by URL. It implements the trainer's `RemoteFiles`.
+    """Finder of data files by URL. It implements the trainer's `RemoteFiles`."""
 
-    Attributes:
-        access: Time-outs and retries, and whether only the hub's cache may be used.
-        note: Called with a message before a download.
-    """
-
-    access: Access
-    note: Callable[[str], None]
+    access: Access  # Time-outs and retries, and whether only the hub's cache may be used
+    note: Callable[[str], None]  # Called with a message before a download
 
     def find(
         self, url: str, accepts: Callable[[str], bool], selection: Selection
@@ -308,15 +303,10 @@ def _web_address_hint(url: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RecipeModel:
-    """The parts of a recipe's model for its data.
+    """The parts of a recipe's model for its data."""
 
-    Attributes:
-        model: The model, with the changes of the recipe.
-        tokenizer_folder: Folder with its tokenizer.
-    """
-
-    model: PlannedModel
-    tokenizer_folder: Path
+    model: PlannedModel  # The model, with the changes of the recipe
+    tokenizer_folder: Path  # Folder with its tokenizer
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

@@ -63,27 +63,17 @@ class TrainSettings:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run in this process, from the time when the processes are connected.
+    """A run in this process, from the time when the processes are connected."""
 
-    Attributes:
-        loaded: The recipe, and the origins of its values.
-        options: The options of the user.
-        storage: Folder or bucket of the run.
-        group: Processes of the run.
-        observer: Receives notes, warnings and progress of this process.
-        export: Exports a step.
-        enter_phase: Sets the phase of this process, such as `load` or `step 12`, for the watchdog of the run.
-        processes_per_host: Largest number of processes of the run on one host.
-    """
-
-    loaded: LoadedRecipe
-    options: TrainSettings
-    storage: RunStorage
-    group: ProcessGroup
-    observer: RunObserver
-    export: ExportStep
+    loaded: LoadedRecipe  # The recipe, and the origins of its values
+    options: TrainSettings  # The options of the user
+    storage: RunStorage  # Folder or bucket of the run
+    group: ProcessGroup  # Processes of the run
+    observer: RunObserver  # Receives notes, warnings and progress of this process
+    export: ExportStep  # Exports a step
+    # Sets the phase of this process, such as `load` or `step 12`, for the watchdog of the run
     enter_phase: Callable[[str], None] = lambda phase: None
-    processes_per_host: int = 1
+    processes_per_host: int = 1  # Largest number of processes of the run on one host
 
     @property
     def recipe(self) -> Recipe:
@@ -103,36 +93,26 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """Result of a run in one process.
+    """Result of a run in one process."""
 
-    Attributes:
-        run: Path or URL of the run.
-        output: Path or URL of the last saved step. None without one.
-        step: The last step taken.
-        steps: Number of the recipe's last step.
-        resumed_at: Step that the run resumed from. 0 means a new run.
-        mesh: Mesh of the run.
-        attention_kernel: Name of the attention kernel.
-        metrics: Last values of the logged metrics. Empty if no step was taken.
-        memory: Memory estimate of a dry run in bytes. None without a dry run.
-        pushed: Repository, revision and commit of the upload of the last step. None without one.
-        end_reason: Why the run ended before the recipe's last step, by `eval.patience`. Empty if it did not.
-        error: Why the run was stopped before its end. None if it is finished.
-        process: Index of this process in a job of several. None in a run of one process.
-    """
-
-    run: str
-    output: str | None
-    step: int
-    steps: int
-    resumed_at: int
-    mesh: str
-    attention_kernel: str
+    run: str  # Path or URL of the run
+    output: str | None  # Path or URL of the last saved step. None without one.
+    step: int  # The last step taken
+    steps: int  # Number of the recipe's last step
+    resumed_at: int  # Step that the run resumed from. 0 means a new run.
+    mesh: str  # Mesh of the run
+    attention_kernel: str  # Name of the attention kernel
+    # Last values of the logged metrics. Empty if no step was taken.
     metrics: Mapping[str, object] = field(default_factory=dict[str, object])
+    # Memory estimate of a dry run in bytes. None without a dry run.
     memory: Mapping[str, int | None] | None = None
+    # Repository, revision and commit of the upload of the last step. None without one.
     pushed: Mapping[str, str] | None = None
+    # Why the run ended before the recipe's last step, by `eval.patience`. Empty if it did not.
     end_reason: str = ""
+    # Why the run was stopped before its end. None if it is finished.
     error: PrepError | None = None
+    # Index of this process in a job of several. None in a run of one process.
     process: int | None = None
 
 

@@ -136,16 +136,12 @@ class EvenSample(Generic[T]):
 
 @dataclass(slots=True)
 class RunMetrics:
-    """Metrics of a run.
+    """Metrics of a run."""
 
-    Attributes:
-        steps: Lowest and highest step with a line, or None without lines.
-        last_step: Step of the last line, or None without lines.
-        curves: Curve of each name, in the order of the first lines with it.
-    """
-
+    # Lowest and highest step with a line, or None without lines
     steps: tuple[float, float] | None = None
-    last_step: int | None = None
+    last_step: int | None = None  # Step of the last line, or None without lines
+    # Curve of each name, in the order of the first lines with it
     curves: dict[str, RunningCurve] = field(default_factory=dict)
     _median_values: dict[str, EvenSample[float]] = field(
         default_factory=lambda: {name: EvenSample(MAX_MEDIAN_VALUES) for name in MEDIAN_NAMES}
@@ -235,15 +231,10 @@ ENVIRONMENT_HINT = "remove it: the next start of the run writes it again"
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """A checkpoint of a run.
+    """A checkpoint of a run."""
 
-    Attributes:
-        step: Its step.
-        nbytes: Size of its files.
-    """
-
-    step: int
-    nbytes: int
+    step: int  # Its step
+    nbytes: int  # Size of its files
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,31 +248,20 @@ class SavedSample:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run as its files describe it.
+    """A run as its files describe it."""
 
-    Attributes:
-        name: Its path or URL.
-        title: The last part of it.
-        metrics: Its metrics.
-        recipe: Value of each recipe key as TOML.
-        environment: Machine, data and versions of the last start, empty for a run of an earlier
-            prep.
-        checkpoints: The saved steps.
-        samples: Generated texts in the order of steps. If a prompt has too many texts, only evenly spaced ones and the
-            last one.
-        sample_counts: Number of all texts by prompt.
-        notes: Messages about parts of the files that were not read.
-    """
-
-    name: str
-    title: str
-    metrics: RunMetrics
-    recipe: Mapping[str, str]
+    name: str  # Its path or URL
+    title: str  # The last part of it
+    metrics: RunMetrics  # Its metrics
+    recipe: Mapping[str, str]  # Value of each recipe key as TOML
+    # Machine, data and versions of the last start, empty for a run of an earlier prep
     environment: JsonObject
-    checkpoints: tuple[SavedStep, ...]
+    checkpoints: tuple[SavedStep, ...]  # The saved steps
+    # Generated texts in the order of steps. If a prompt has too many texts, only evenly spaced ones and the last
+    # one.
     samples: tuple[SavedSample, ...]
-    sample_counts: Mapping[str, int]
-    notes: tuple[str, ...] = ()
+    sample_counts: Mapping[str, int]  # Number of all texts by prompt
+    notes: tuple[str, ...] = ()  # Messages about parts of the files that were not read
 
     @property
     def last_step(self) -> int:

@@ -275,11 +275,7 @@ def _example_settings(
     tokenizer: Path,
     stop_ids: tuple[int, ...],
 ) -> ExampleSettings:
-    """Return the settings of examples.
-
-    Raises:
-        PrepError: The fields do not fit the model, or the model has no special token of a kind that the recipe needs.
-    """
+    """Return the settings of examples."""
     chat_template: ChatTemplate | None = None
     add_eos = data.add_eos
     is_chat = data.format in CHAT_FORMATS
@@ -380,9 +376,6 @@ def _span_special_ids(
     """Return the token ids that span corruption adds.
 
     None if the objective is another one.
-
-    Raises:
-        PrepError: One of them is missing in the model or its tokenizer.
     """
     if data.objective != SPAN_CORRUPTION:
         return None

@@ -41,17 +41,11 @@ def compiler_options() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ExactReduction:
-    """Sums over the logical shards of a batch.
+    """Sums over the logical shards of a batch."""
 
-    Attributes:
-        num_shards: Logical shards of a batch, a power of two.
-        sharding: The device mesh. Its axes, if larger than 1, split the batch.
-        leaves: Parameters by path.
-    """
-
-    num_shards: int
-    sharding: ShardingContext
-    leaves: Mapping[str, ParamLeaf]
+    num_shards: int  # Logical shards of a batch, a power of two
+    sharding: ShardingContext  # The device mesh. Its axes, if larger than 1, split the batch.
+    leaves: Mapping[str, ParamLeaf]  # Parameters by path
 
     def sum_losses(
         self, function: Callable[[Tree, TokenBatch], Any], params: Tree, batch: TokenBatch

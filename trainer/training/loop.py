@@ -349,11 +349,7 @@ class Loop:
         return self.config.remaining_s(step, step_s=self.step_s, seconds=self.event_times.seconds)
 
     def _evaluate(self) -> None:
-        """Log the loss over the evaluation rows.
-
-        Raises:
-            EventStoppedError: A process has received a stop signal.
-        """
+        """Log the loss over the evaluation rows."""
         config = self.config
         assert config.evaluation is not None
         with self._event("evaluate"):
@@ -382,11 +378,7 @@ class Loop:
             self._check_stop()
 
     def _log_samples(self, num_samples: int) -> None:
-        """Generate a text for each prompt of the recipe, and log the last `num_samples` texts.
-
-        Raises:
-            EventStoppedError: A process has received a stop signal.
-        """
+        """Generate a text for each prompt of the recipe, and log the last `num_samples` texts."""
         sampler = self.config.sampler
         if sampler is None or not num_samples:
             return

@@ -191,15 +191,10 @@ OptState = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An optimizer with its learning rate schedule.
+    """An optimizer with its learning rate schedule."""
 
-    Attributes:
-        table: The recipe's `[optimizer]`.
-        lr_schedule: The learning rate.
-    """
-
-    table: AnyOptimizerTable
-    lr_schedule: LRSchedule
+    table: AnyOptimizerTable  # The recipe's `[optimizer]`
+    lr_schedule: LRSchedule  # The learning rate
 
     def transformation(
         self, leaves: Mapping[str, ParamLeaf]

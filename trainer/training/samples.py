@@ -256,17 +256,11 @@ def _recipe_keys_in_errors() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedTarget:
-    """The text generated for a source, and the reference.
+    """The text generated for a source, and the reference."""
 
-    Attributes:
-        text: The generated text, of at most as many tokens as a sequence has.
-        reference: The whole target in the data.
-        is_longer: Whether the reference has more tokens than a sequence, end token excluded.
-    """
-
-    text: str
-    reference: str
-    is_longer: bool
+    text: str  # The generated text, of at most as many tokens as a sequence has
+    reference: str  # The whole target in the data
+    is_longer: bool  # Whether the reference has more tokens than a sequence, end token excluded
 
 
 def generate_targets(

@@ -73,36 +73,22 @@ FORWARD_SHARE = 1 / 3
 
 @dataclass(frozen=True, slots=True)
 class LoopConfig:
-    """Complete description of a run for the loop. Equal configs that start from equal states end in equal states.
+    """Complete description of a run for the loop. Equal configs that start from equal states end in equal states."""
 
-    Attributes:
-        setup: Model, forward config, optimizer and accumulation of a step.
-        recipe: Recipe of the run. The loop reads its tables `train`, `eval`, `checkpoint` and
-            `log`.
-        steps: Number of the last step.
-        order: Rows of each step.
-        train: Rows to train on.
-        evaluation: Rows to evaluate on. None without evaluation.
-        eval_every: Steps between two evaluations. 0 evaluates only after the last step.
-        save_every: Steps between two checkpoints. 0 saves only after the last step.
-        manifest_fields: Extra entries for the manifest of every checkpoint.
-        stop_after: Steps that this process takes. 0 means no limit.
-        peak_step_s: Seconds of the model operations of a step at the devices' peak. None if it is
-            unknown.
-        sampler: Generates texts from the prompts of the recipe. None without prompts.
-    """
-
-    setup: StepSetup
+    setup: StepSetup  # Model, forward config, optimizer and accumulation of a step
+    # Recipe of the run. The loop reads its tables `train`, `eval`, `checkpoint` and `log`.
     recipe: Recipe
-    steps: int
-    order: RowOrder
-    train: Dataset
-    evaluation: Dataset | None
-    eval_every: Interval
-    save_every: Interval
-    manifest_fields: Manifest
-    stop_after: int = 0
+    steps: int  # Number of the last step
+    order: RowOrder  # Rows of each step
+    train: Dataset  # Rows to train on
+    evaluation: Dataset | None  # Rows to evaluate on. None without evaluation.
+    eval_every: Interval  # Steps between two evaluations. 0 evaluates only after the last step.
+    save_every: Interval  # Steps between two checkpoints. 0 saves only after the last step.
+    manifest_fields: Manifest  # Extra entries for the manifest of every checkpoint
+    stop_after: int = 0  # Steps that this process takes. 0 means no limit.
+    # Seconds of the model operations of a step at the devices' peak. None if it is unknown.
     peak_step_s: float | None = None
+    # Generates texts from the prompts of the recipe. None without prompts.
     sampler: Sampler | None = None
 
     @property

@@ -56,19 +56,13 @@ from trainer.recipe.text_fields import DEFAULT_FIELDS, PLAIN
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """Training and evaluation datasets of a run.
+    """Training and evaluation datasets of a run."""
 
-    Attributes:
-        train: Rows to train on.
-        evaluation: Rows to evaluate on. None without evaluation.
-        identity: Digest of the tokens of both, compared on resume.
-        weights: Weight of each source of a mixture. The rows of its sources are concatenated.
-            Empty if the rows have one order.
-    """
-
-    train: Dataset
-    evaluation: Dataset | None
-    identity: str
+    train: Dataset  # Rows to train on
+    evaluation: Dataset | None  # Rows to evaluate on. None without evaluation.
+    identity: str  # Digest of the tokens of both, compared on resume
+    # Weight of each source of a mixture. The rows of its sources are concatenated. Empty if the rows have one
+    # order.
     weights: tuple[float, ...] = ()
 
 
@@ -79,17 +73,11 @@ BuildSource: TypeAlias = Callable[[Data, str, Note], Datasets]
 
 @dataclass(frozen=True, slots=True)
 class TokenStore:
-    """The token store of a dataset, and how its documents become rows.
+    """The token store of a dataset, and how its documents become rows."""
 
-    Attributes:
-        tokens: The store.
-        source_length: Maximum tokens of a source. 0 without an encoder.
-        has_blocks: Whether documents are concatenated and cut into blocks.
-    """
-
-    tokens: MappedTokens
-    source_length: int
-    has_blocks: bool
+    tokens: MappedTokens  # The store
+    source_length: int  # Maximum tokens of a source. 0 without an encoder.
+    has_blocks: bool  # Whether documents are concatenated and cut into blocks
 
 
 def token_stores(train: Dataset) -> dict[str, TokenStore]:
@@ -284,10 +272,6 @@ def _first_shape(
     """Return the shape of the first record, and whether its lists are JSON texts. None without a shape.
 
     Invalid records, and records in no shape, are skipped if the recipe allows some.
-
-    Raises:
-        UsageError: The columns fit several shapes.
-        PrepError: The record is invalid.
     """
     for record in itertools.islice(_read_records(data, files, reader), data.bad_lines + 1):
         shapes = find_shapes(record.values)
@@ -434,11 +418,7 @@ def _make_cache(config: TokenizeConfig) -> None:
 
 
 def _check_equal(identities: Sequence[str]) -> None:
-    """Raise PrepError if two hosts made different tokens.
-
-    Args:
-        identities: Identity of the tokens by process. Empty for a process that made none.
-    """
+    """Raise PrepError if two hosts made different tokens."""
     other = next(
         (index for index, identity in enumerate(identities) if identity not in ("", identities[0])),
         None,

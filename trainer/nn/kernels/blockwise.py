@@ -88,21 +88,13 @@ class Constants(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """The inputs with a gradient, or their gradients. T and S are multiples of the tile sizes.
+    """The inputs with a gradient, or their gradients. T and S are multiples of the tile sizes."""
 
-    Attributes:
-        q: Queries [B, T, K, G, E].
-        k: Keys [B, S, K, E].
-        v: Values [B, S, K, V].
-        bias_table: Parameters of the score bias, or the slopes of ALiBi.
-        sinks: [K, G].
-    """
-
-    q: Array
-    k: Array
-    v: Array
-    bias_table: Array | None
-    sinks: Array | None
+    q: Array  # Queries [B, T, K, G, E]
+    k: Array  # Keys [B, S, K, E]
+    v: Array  # Values [B, S, K, V]
+    bias_table: Array | None  # Parameters of the score bias, or the slopes of ALiBi
+    sinks: Array | None  # [K, G]
 
 
 TileFunction = Callable[[AttentionInputs, Constants], Array]
@@ -223,17 +215,11 @@ LOWEST = -1e30
 
 
 class _SoftmaxState(NamedTuple):
-    """The softmax of the queries of a tile over the keys seen so far.
+    """The softmax of the queries of a tile over the keys seen so far."""
 
-    Attributes:
-        weighted_sum: Values weighted by exp(score - maximum), float32 [B, K, G, t, V].
-        maximum: Largest score [B, K, G, t].
-        normalizer: Sum of exp(score - maximum) [B, K, G, t].
-    """
-
-    weighted_sum: Array
-    maximum: Array
-    normalizer: Array
+    weighted_sum: Array  # Values weighted by exp(score - maximum), float32 [B, K, G, t, V]
+    maximum: Array  # Largest score [B, K, G, t]
+    normalizer: Array  # Sum of exp(score - maximum) [B, K, G, t]
 
 
 class Residuals(NamedTuple):
