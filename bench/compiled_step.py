@@ -17,8 +17,8 @@ from bench.compiled_memory import parse_policy
 from bench.model_configs import MODEL_CONFIGS
 from prepcli.models.mesh import Mesh, parse_mesh
 from prepcli.models.registry import family_of
-from trainer.planning.compiled_plan import CompiledPlan
 from trainer.planning.memory_estimate import estimate_memory
+from trainer.planning.training_plan import CompiledPlan
 from trainer.recipe import Recipe
 
 

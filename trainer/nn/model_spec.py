@@ -20,9 +20,10 @@ from prepcli.models.activation_memory import (
 )
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import (
+    AttentionFeature,
     KernelSpec,
+    check_features,
     check_saved_scores,
-    check_split_sequence,
     find_kernel,
 )
 from prepcli.models.lora import Adapters, build_adapters
@@ -115,7 +116,10 @@ class ForwardConfig:
         """Check the rematerialization policy, alone and with the other options."""
         check_remat(self.remat_policy, self.offload, ffn_chunk_size=self.ffn_chunk_size)
         check_saved_scores(self.remat_policy, self.attention_options.kernel)
-        check_split_sequence(self.attention_options.spec, self.sharding.sequence_parallel_size)
+        if self.sharding.sequence_parallel_size > 1:
+            check_features(
+                self.attention_options.spec, frozenset({AttentionFeature.SPLIT_SEQUENCE})
+            )
 
 
 def build_model(

@@ -16,6 +16,7 @@ from prepcli.models.attention_kernels import (
     CPU,
     AttentionNeeds,
     DeviceKind,
+    KernelChoice,
     check_features,
     check_mixer,
     find_kernel,
@@ -235,13 +236,14 @@ def step_inputs(
     num_rows = rows_per_device(shape, num_shards, num_replicas=n_replicas)
     sizes = chunk_sizes(recipe, device, num_rows=num_rows)
     kernel = recipe.model.attention_kernel
-    needs = attention_needs(recipe, model, mesh, rules, dropout)
     # An estimate without a kind of device is valid for every platform, so a kernel for TPUs only must
     # not fail because the platform is not `tpu`. Its features are checked all the same.
     if kernel != AUTO and device == ANY_ACCELERATOR:
+        needs = attention_needs(recipe, model, mesh, rules, dropout)
         check_features(find_kernel(kernel), needs.features)
     else:
-        kernel = rank_kernels(kernel, needs, device=device, length=longest_sequence(recipe))[0].name
+        _, choices = run_kernels(recipe, model, mesh, rules, device=device, dropout=dropout)
+        kernel = choices[0].name
     return MemoryInputs(
         arch_config=model.arch_config,
         leaves=model.leaves,
@@ -337,6 +339,26 @@ def attention_needs(
         # A model without attention can use any kernel, for heads of any width.
         head_dim=max(1, widest_head(model.leaves)),
     )
+
+
+def run_kernels(
+    recipe: Recipe,
+    model: Shapes,
+    mesh: Mesh | None,
+    rules: Rules,
+    *,
+    device: DeviceKind,
+    dropout: DropoutConfig = NO_DROPOUT,
+) -> tuple[AttentionNeeds, tuple[KernelChoice, ...]]:
+    """Return the needs of a run's attention, and the kernels that can compute it, the best first.
+
+    Raises:
+        UsageError: No kernel, or not the one that the recipe names, can compute it on these devices.
+    """
+    needs = attention_needs(recipe, model, mesh, rules, dropout)
+    requested = recipe.model.attention_kernel
+    length = longest_sequence(recipe)
+    return needs, rank_kernels(requested, needs, device=device, length=length)
 
 
 def has_segments(recipe: Recipe) -> bool:

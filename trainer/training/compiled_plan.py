@@ -31,8 +31,8 @@ from trainer.distributed.compilation import (
 from trainer.distributed.devices import libtpu_version, tpu_devices
 from trainer.distributed.sharding import catch_out_of_memory, device_kind, make_sharding_context
 from trainer.nn.model_spec import model_from_manifest
-from trainer.planning.compiled_plan import CompiledPlan, read_collectives
-from trainer.planning.step_inputs import has_segments, run_dropout
+from trainer.planning.step_inputs import has_segments, run_dropout, run_kernels
+from trainer.planning.training_plan import CompiledPlan, read_collectives
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.key_types import MAX_INT32
 from trainer.training.feed import column_shapes
@@ -40,7 +40,6 @@ from trainer.training.setup import (
     build_step_setup,
     check_model_layout,
     partition_rules,
-    preferred_kernel,
 )
 from trainer.training.step import StepSetup, jit_train_step, state_shapes
 
@@ -112,11 +111,14 @@ def _compile_recipe(
     model = model_from_manifest({**manifest, **_lora_entry(recipe)})
     check_model_layout(recipe, model, sharding)
     dropout = run_dropout(recipe, manifest["config"])
+    _, choices = run_kernels(
+        recipe, model, sharding.mesh, sharding.rules, device=device, dropout=dropout
+    )
     setup = build_step_setup(
         recipe,
         model,
         sharding=sharding,
-        kernel=preferred_kernel(recipe, model, sharding, device=device, dropout=dropout).name,
+        kernel=choices[0].name,
         # Without `train.steps` the number of steps follows from the data, which is not read here.
         # The largest supported number stands for it.
         steps=recipe.train.steps or MAX_INT32,

@@ -13,7 +13,6 @@ from prepcli.models.attention_kernels import (
     AttentionNeeds,
     DeviceKind,
     KernelChoice,
-    rank_kernels,
 )
 from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
 from prepcli.models.param_tree import ParamLeaf
@@ -40,14 +39,13 @@ from trainer.planning.step_flops import count_step_flops
 from trainer.planning.step_inputs import (
     ModelShapes,
     Shapes,
-    attention_needs,
     check_exact_model,
     check_token_split,
     chunk_sizes,
-    longest_sequence,
     reduction_shards,
     rows_per_device,
     run_dropout,
+    run_kernels,
     step_inputs,
     with_adapters,
 )
@@ -423,48 +421,12 @@ def choose_kernel(
         PrepError: The recipe names a kernel that failed the comparison.
     """
     device = device_kind(sharding)
-    needs, choices = _ranked_kernels(recipe, model, sharding, device=device, dropout=dropout)
+    needs, choices = run_kernels(
+        recipe, model, sharding.mesh, sharding.rules, device=device, dropout=dropout
+    )
     return first_correct(
         choices, needs, device, is_auto=recipe.model.attention_kernel == AUTO, warn=warn
     )
-
-
-def preferred_kernel(
-    recipe: Recipe,
-    model: Shapes,
-    sharding: ShardingContext,
-    *,
-    device: DeviceKind,
-    dropout: DropoutConfig = NO_DROPOUT,
-) -> KernelChoice:
-    """Return the kernel that `choose_kernel` compares first, for devices that only compile.
-
-    Args:
-        recipe: The recipe.
-        model: The model to train.
-        sharding: The mesh of devices and its rules.
-        device: Kind of the devices to plan for.
-        dropout: Rates of dropout and forgetful causal masking.
-
-    Raises:
-        UsageError: No kernel, or not the one that the recipe names, can compute the model's attention on these devices.
-    """
-    return _ranked_kernels(recipe, model, sharding, device=device, dropout=dropout)[1][0]
-
-
-def _ranked_kernels(
-    recipe: Recipe,
-    model: Shapes,
-    sharding: ShardingContext,
-    *,
-    device: DeviceKind,
-    dropout: DropoutConfig,
-) -> tuple[AttentionNeeds, tuple[KernelChoice, ...]]:
-    """Return the needs of attention, and the kernels from best to worst."""
-    needs = attention_needs(recipe, model, sharding.mesh, sharding.rules, dropout)
-    requested = recipe.model.attention_kernel
-    length = longest_sequence(recipe)
-    return needs, rank_kernels(requested, needs, device=device, length=length)
 
 
 def first_correct(

@@ -19,7 +19,7 @@ from prepcli.core.errors import FAILED, INTERRUPTED, OK, USAGE
 from prepcli.models.mesh import Mesh
 from tests.helpers.tiny_checkpoints import LLAMA
 from trainer.distributed.compilation import CompileWatch
-from trainer.planning.compiled_plan import Collective, CompiledPlan
+from trainer.planning.training_plan import Collective, CompiledPlan
 from trainer.recipe import Recipe
 from trainer.training import compiled_plan as compiled
 
