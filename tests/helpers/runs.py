@@ -262,8 +262,3 @@ def state_bytes(state: TrainState | Tree) -> dict[str, bytes]:
     """Return the bytes of every leaf of a state or of a part of it, by name."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     return {leaf_name(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
-
-
-def never_stop() -> str:
-    """Return no stop reason."""
-    return ""

@@ -159,7 +159,13 @@ def _wait_for_answer(stdout: IO[str], watch: CompileWatch) -> str | None:
     while True:
         elapsed_s = time.monotonic() - start_s
         if watch.limit_s is not None and elapsed_s >= watch.limit_s:
-            raise _limit_error(watch.limit_s, phase)
+            what = f"the step was not compiled within {watch.limit_s:g} s"
+            hint = text(
+                "a longer {}, or the estimate without {}",
+                Option("compile_timeout"),
+                Option("compile"),
+            )
+            raise PrepError(what, f"its last phase was `{phase}`", hint)
         wait_s = watch.note_s
         if watch.limit_s is not None:
             wait_s = min(wait_s, watch.limit_s - elapsed_s)
@@ -182,14 +188,6 @@ def _read_lines(stdout: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
     for line in stdout:
         lines.put(line.rstrip("\n"))
     lines.put(None)
-
-
-def _limit_error(limit_s: float, phase: str) -> PrepError:
-    what = f"the step was not compiled within {limit_s:g} s"
-    hint = text(
-        "a longer {}, or the estimate without {}", Option("compile_timeout"), Option("compile")
-    )
-    return PrepError(what, f"its last phase was `{phase}`", hint)
 
 
 def read_request() -> Any:

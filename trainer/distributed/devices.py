@@ -70,19 +70,11 @@ def _devices_or_error(list_devices: Callable[[], list[Any]]) -> list[Any]:
     try:
         return list_devices()
     except (RuntimeError, AssertionError) as error:
-        raise PrepError(NO_DEVICES, _no_devices_reason(error), PLATFORM_HINT) from error
-
-
-def _no_devices_reason(error: Exception) -> str:
-    platforms = os.environ.get(PLATFORMS_VARIABLE, "")
-    text = str(error).partition("\n")[0]
-    if text:
-        return text
-    return (
-        f"{PLATFORMS_VARIABLE}={platforms} names a platform that is not installed"
-        if platforms
-        else "it says no more"
-    )
+        platforms = os.environ.get(PLATFORMS_VARIABLE, "")
+        why = str(error).partition("\n")[0]
+        if not why and platforms:
+            why = f"{PLATFORMS_VARIABLE}={platforms} names a platform that is not installed"
+        raise PrepError(NO_DEVICES, why or "it says no more", PLATFORM_HINT) from error
 
 
 # Devices to compile for that this machine does not have.

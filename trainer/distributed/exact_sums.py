@@ -53,7 +53,14 @@ def start_exact_backend() -> None:
         with _flags_without_fused():
             all_devices()
     if jax.default_backend() == "cpu" and fuses_multiply_add():
-        raise _fused_error(was_in_use)
+        what = "exact results are not possible in this process"
+        hint = (
+            f'`{FLAGS}={WITHOUT_FUSED}` before Python starts, or the setting `reduction = "fast"`'
+        )
+        if was_in_use:
+            why = "JAX was used before, and XLA fuses products and sums: it reads its flags at the first use"
+            raise PrepError(what, why, f"call prep before other code uses JAX, or {hint}")
+        raise PrepError(what, f"XLA fuses products and sums with `{FLAGS}={xla_flags()}`", hint)
 
 
 def xla_flags() -> str:
@@ -97,15 +104,6 @@ def fuses_multiply_add() -> bool:
 
 def _multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
     return jnp.multiply(a, b) + c
-
-
-def _fused_error(was_in_use: bool) -> PrepError:
-    what = "exact results are not possible in this process"
-    hint = f'`{FLAGS}={WITHOUT_FUSED}` before Python starts, or the setting `reduction = "fast"`'
-    if was_in_use:
-        why = "JAX was used before, and XLA fuses products and sums: it reads its flags at the first use"
-        return PrepError(what, why, f"call prep before other code uses JAX, or {hint}")
-    return PrepError(what, f"XLA fuses products and sums with `{FLAGS}={xla_flags()}`", hint)
 
 
 # Sums over shards of a batch in the order of a binary tree, bit-identical on every number of devices.

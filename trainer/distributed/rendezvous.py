@@ -84,7 +84,24 @@ def meet_processes(address: ProcessAddress, timeout_s: float) -> dict[int, str]:
     if address.index:
         places = {0: _report_to_process_0(address, deadline, timeout_s=timeout_s)}
     else:
-        places = _gather_processes(_Meeting(address), deadline, timeout_s=timeout_s)
+        meeting = _Meeting(address)
+        peers = meeting.peers
+        error: PrepError | None = None
+        with contextlib.ExitStack() as connections:
+            # The socket closes before the verdicts are sent: jax's service then listens on the same port.
+            with _open_listener(address) as listener:
+                while len(peers) < address.count - 1 and error is None:
+                    peer = _accept_peer(listener, deadline)
+                    if peer is None:
+                        error = _missing_error(meeting, timeout_s)
+                    else:
+                        connections.enter_context(peer.connection)
+                        error = _add_peer(meeting, peer)
+            for peer in peers.values():
+                _send_verdict(peer, error)
+        if error is not None:
+            raise error
+        places = {index: peer.place for index, peer in peers.items()}
     return places | {address.index: process_place()}
 
 
@@ -97,28 +114,6 @@ def index_ranges(indices: Iterable[int]) -> str:
         else:
             ranges.append((index, index))
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
-
-
-def _gather_processes(meeting: _Meeting, deadline: float, *, timeout_s: float) -> dict[int, str]:
-    """Accept all other processes, send each the verdict, and return their places. Raise an error verdict."""
-    peers = meeting.peers
-    count = meeting.address.count
-    error: PrepError | None = None
-    with contextlib.ExitStack() as connections:
-        # The socket closes before the verdicts are sent: jax's service then listens on the same port.
-        with _open_listener(meeting.address) as listener:
-            while len(peers) < count - 1 and error is None:
-                peer = _accept_peer(listener, deadline)
-                if peer is None:
-                    error = _missing_error(meeting, timeout_s)
-                else:
-                    connections.enter_context(peer.connection)
-                    error = _add_peer(meeting, peer)
-        for peer in peers.values():
-            _send_verdict(peer, error)
-    if error is not None:
-        raise error
-    return {index: peer.place for index, peer in peers.items()}
 
 
 def _add_peer(meeting: _Meeting, peer: _Peer) -> PrepError | None:
@@ -180,7 +175,13 @@ def _job_text(job: str) -> str:
 
 def _open_listener(address: ProcessAddress) -> socket.socket:
     """Return a socket that listens on the port of process 0 on all interfaces."""
-    _allow_open_files(address.count + SPARE_FILES)
+    # Every connection counts towards the soft limit of open files.
+    count = address.count + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     _, port = split_host_port(address.coordinator)
     has_both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if has_both else socket.AF_INET
@@ -192,15 +193,6 @@ def _open_listener(address: ProcessAddress) -> socket.socket:
         why = error.strerror or str(error)
         hint = "set another port with `cluster.host0_port`"
         raise PrepError(f"process 0 cannot listen on port {port}", why, hint) from error
-
-
-def _allow_open_files(count: int) -> None:
-    """Raise the soft limit of open files, which every connection counts towards."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < count:
-        limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def _accept_peer(listener: socket.socket, deadline: float) -> _Peer | None:

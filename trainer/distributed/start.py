@@ -71,7 +71,11 @@ class RuntimeErrors:
         if factory is None or CALLBACK not in (factory.__doc__ or ""):
             yield
             return
-        self._set_terminate_handler()
+        # With another C++ library there is no hook, and JAX aborts the process.
+        with suppress(OSError, AttributeError):
+            set_terminate = getattr(ctypes.CDLL("libstdc++.so.6"), SET_TERMINATE)
+            set_terminate.restype = ctypes.c_void_p
+            self._previous_handler = set_terminate(self._handler)
         setattr(_jax, CLIENT_FACTORY, self._add_error_callback(factory))
         try:
             yield
@@ -87,14 +91,6 @@ class RuntimeErrors:
             )
 
         return create_client
-
-    def _set_terminate_handler(self) -> None:
-        """Make the C++ runtime call `_on_terminate` before it ends the process."""
-        # With another C++ library there is no hook, and JAX aborts the process.
-        with suppress(OSError, AttributeError):
-            set_terminate = getattr(ctypes.CDLL("libstdc++.so.6"), SET_TERMINATE)
-            set_terminate.restype = ctypes.c_void_p
-            self._previous_handler = set_terminate(self._handler)
 
     def _on_error(self, *_: object) -> None:
         """Report the error, and wait for the decision of the watchdog."""
@@ -237,13 +233,9 @@ def _convert_jax_errors(name: str) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        raise _lost_error(name, error) from error
-
-
-def _lost_error(name: str, error: Exception) -> ConnectionBrokenError:
-    return ConnectionBrokenError(
-        f"the processes lost each other at {name!r}", str(error).partition("\n")[0]
-    )
+        raise ConnectionBrokenError(
+            f"the processes lost each other at {name!r}", str(error).partition("\n")[0]
+        ) from error
 
 
 # JAX aborts a process without a readable message when heartbeats stop. Its time-out is therefore a

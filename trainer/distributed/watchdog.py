@@ -379,7 +379,17 @@ class Watchdog:
         """Exchange heartbeats and decisions until the watchdog closes or the job ends."""
         while not self._closed.is_set():
             try:
-                end = self._exchange_heartbeats()
+                self._beats += 1
+                beat = Heartbeat(
+                    self._beats,
+                    self.settings.places[self.texts.index],
+                    self._phase,
+                    self._num_phases,
+                )
+                self.texts.publish(f"heartbeat/{self.texts.index}", beat.to_json())
+                end = (
+                    self._publish_decision(beat) if self.texts.index == 0 else self._read_decision()
+                )
             except ConnectionBrokenError:
                 end = self._lost_process_0(0.0) if self.is_broken() else None
             if end is not None:
@@ -408,15 +418,6 @@ class Watchdog:
             if self.texts.index and (is_cut or silent_s > self.settings.timeout_s):
                 self._end_process(self._lost_process_0(0.0 if is_cut else silent_s))
                 return
-
-    def _exchange_heartbeats(self) -> JobEnd | None:
-        """Publish a heartbeat. Return the decision of process 0 to end the job, or None. On process 0, decide."""
-        self._beats += 1
-        beat = Heartbeat(
-            self._beats, self.settings.places[self.texts.index], self._phase, self._num_phases
-        )
-        self.texts.publish(f"heartbeat/{self.texts.index}", beat.to_json())
-        return self._publish_decision(beat) if self.texts.index == 0 else self._read_decision()
 
     def _publish_decision(self, beat: Heartbeat) -> JobEnd | None:
         """Decide in process 0 whether the job ends, and publish the decision. Return None if the job continues."""

@@ -122,7 +122,10 @@ class LayerStack:
         if policy in SAVES_ALL:
             if policy == "everything_saveable":
                 return self.backward_inputs_nbytes()
-            return self._saved_without_remat_nbytes()
+            gathered_nbytes = self._block_inputs_nbytes() * (
+                1 - 1 / self.inputs.num_residual_shards(self.seq_length)
+            )
+            return self.backward_inputs_nbytes() - self._recomputed_nbytes() - int(gathered_nbytes)
         names = saved_activations(policy, has_experts=self.arch_config.experts_per_token > 0)
         if policy in SAVES_DOTS:
             score_size = sum(map(self._score_size, self.kv_lengths.values()))
@@ -150,11 +153,13 @@ class LayerStack:
         attention holds its transient scores, so their bytes are subtracted.
         """
         attention_nbytes = self._transient_scores_nbytes() - self._recomputed_nbytes()
+        num_arrays = 2 + self.arch_config.has_gated_mlp
+        mlp_gradient_nbytes = num_arrays * self.inputs.itemsize * self._saved_hidden_size()
         return (
             self.backward_inputs_nbytes()
             # The other layers of a period of kinds: 5 for 5 sliding layers and 1 full.
             + (self.arch_config.layer_schedule.period - 1) * self.nbytes_while_others_run()
-            + max(attention_nbytes, self._mlp_gradient_nbytes())
+            + max(attention_nbytes, mlp_gradient_nbytes)
             + self._expert_nbytes()
             + self._ring_nbytes()
             + self._residual_gradient_nbytes()
@@ -204,10 +209,14 @@ class LayerStack:
         heads_size = self._query_size() + self._output_size() + self._kv_size()
         heads = self.inputs.itemsize * heads_size * len(self.kv_lengths)
         hidden = self._mlp_nbytes(self._saved_hidden_size())
+        if self._mixer is None:
+            mixer_nbytes = 0
+        else:
+            mixer_nbytes = self._mixer.saved_nbytes + self._mixer.recomputed_nbytes
         return (
             self._saved_scores_nbytes()
             + heads
-            + self._mixer_nbytes()
+            + mixer_nbytes
             + self._norm_nbytes()
             + self._block_inputs_nbytes()
             + hidden
@@ -254,25 +263,12 @@ class LayerStack:
             return None
         return MixerMemory(self.inputs, self.arch_config.mixer, self.seq_length)
 
-    def _mixer_nbytes(self) -> int:
-        """Return the bytes that the backward pass of a recurrent mixer reads. 0 without one."""
-        if self._mixer is None:
-            return 0
-        return self._mixer.saved_nbytes + self._mixer.recomputed_nbytes
-
     def _block_inputs_nbytes(self) -> int:
         """Return the bytes of the inputs of the attentions (or of the recurrent mixer) and of the MLP, not sharded."""
         return (1 + self.num_mixings) * self._residual_size() * self.inputs.itemsize
 
     # Sizes below: B sequences, T tokens, S keys, H heads, E head width, D embedding width, F hidden
     # units, all on one device.
-
-    def _saved_without_remat_nbytes(self) -> int:
-        """Return the bytes that a layer without rematerialization saves: not what every policy may compute again."""
-        gathered_nbytes = self._block_inputs_nbytes() * (
-            1 - 1 / self.inputs.num_residual_shards(self.seq_length)
-        )
-        return self.backward_inputs_nbytes() - self._recomputed_nbytes() - int(gathered_nbytes)
 
     def nbytes_while_others_run(self) -> int:
         """Return the bytes that a layer takes while another layer of the same period, or of the scan, is computed."""
@@ -401,11 +397,6 @@ class LayerStack:
             ACTIVATION_ARRAYS[self.arch_config.activation] + 2 * self.arch_config.has_gated_mlp
         )
         return num_arrays * self.inputs.itemsize * hidden_size
-
-    def _mlp_gradient_nbytes(self) -> int:
-        """Return the bytes for the gradients of an MLP's hidden units and for the products in them."""
-        num_arrays = 2 + self.arch_config.has_gated_mlp
-        return num_arrays * self.inputs.itemsize * self._saved_hidden_size()
 
     def _gathered_nbytes(self) -> int:
         """Return the bytes of a layer's weights after the all-gather over fsdp, and of their unreduced gradients.

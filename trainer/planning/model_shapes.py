@@ -78,7 +78,10 @@ def _check_values(config: HFConfig, overrides: HFConfig) -> None:
 
 def _check_field(config: HFConfig, field: str, value: JsonValue) -> None:
     """Raise PrepError if the config has no such field, or its values have another type."""
-    known = _known_fields(config)
+    family = family_of(config)
+    known = {*config, *fields_read(family), *_dropout_fields(family), *TOKEN_ID_FIELDS}.union(
+        *_presets_of(family)
+    )
     if field not in known:
         why = f"neither the config.json nor the family {config.get('model_type')} has this field"
         raise usage_error(
@@ -95,14 +98,6 @@ def _check_field(config: HFConfig, field: str, value: JsonValue) -> None:
         what = f"`{OVERRIDES_KEY}` sets `{field}` to {value!r:.60}"
         why = f"it must be {TYPE_NAMES[type(example)]}"
         raise usage_error(what, why, f"for example {example!r:.60}")
-
-
-def _known_fields(config: HFConfig) -> set[str]:
-    """Return the names of fields in the config, in published configs, and of those that the family reads."""
-    family = family_of(config)
-    return {*config, *fields_read(family), *_dropout_fields(family), *TOKEN_ID_FIELDS}.union(
-        *_presets_of(family)
-    )
 
 
 def _example_value(config: HFConfig, field: str) -> JsonValue:

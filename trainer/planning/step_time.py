@@ -367,9 +367,14 @@ def estimate_step_time(
     """
     strides = dict(axis_strides(inputs))
     seconds = [(_axis_seconds(axis, kind, strides[axis.axis]), axis.overlaps) for axis in traffic]
+    # Per step the state and the gradients are read and written once. Per micro-batch the gathered
+    # weights are read in three passes, and saved activations are written and read.
+    weights = sum(inputs.local_leaf_size(leaf, is_gathered=True) for leaf in inputs.leaves.values())
+    micro_batch_nbytes = WEIGHT_READS * weights * inputs.itemsize + 2 * memory.saved
+    memory_traffic = 2 * (memory.state + memory.gradients) + inputs.accumulate * micro_batch_nbytes
     return StepTime(
         compute_s=flops.executed / compute_shards(inputs) / (kind.peak_flops * COMPUTE_EFFICIENCY),
-        memory_s=_memory_traffic(inputs, memory) / kind.memory_bandwidth,
+        memory_s=memory_traffic / kind.memory_bandwidth,
         overlapped_s=max((axis_s for axis_s, overlaps in seconds if overlaps), default=0.0),
         exposed_s=sum(axis_s for axis_s, overlaps in seconds if not overlaps),
     )
@@ -390,12 +395,3 @@ def compute_shards(inputs: MemoryInputs) -> int:
     """Return the number of devices among which the computation is divided."""
     num_batch_shards = inputs.micro_batch_size // inputs.local_batch_size
     return num_batch_shards * inputs.axis_size("mp") * inputs.num_sequence_shards
-
-
-def _memory_traffic(inputs: MemoryInputs, memory: MemoryEstimate) -> int:
-    """Return the bytes that pass between a device and its memory in a step."""
-    # Per step the state and the gradients are read and written once. Per micro-batch the gathered
-    # weights are read in three passes, and saved activations are written and read.
-    weights = sum(inputs.local_leaf_size(leaf, is_gathered=True) for leaf in inputs.leaves.values())
-    micro_batch_nbytes = WEIGHT_READS * weights * inputs.itemsize + 2 * memory.saved
-    return 2 * (memory.state + memory.gradients) + inputs.accumulate * micro_batch_nbytes

@@ -135,7 +135,9 @@ def plan_training(
     )
     if recipe.lora.is_enabled:
         adapters = _new_adapters(recipe, model, mesh, rules)
-        itemsize = _frozen_itemsize(recipe, model)
+        dtype = recipe.lora.base_dtype
+        stored = model.config.get("dtype") or model.config.get("torch_dtype")
+        itemsize = ITEMSIZES.get(str(stored) if dtype == "stored" else dtype, FLOAT32)
         inputs = with_adapters(inputs, recipe, adapters, stored_itemsize=itemsize)
     return TrainingPlan(
         recipe=recipe,
@@ -167,13 +169,6 @@ def _new_adapters(
         scan=model.scan,
         scan_axis=model.scan_axis,
     ).leaves
-
-
-def _frozen_itemsize(recipe: Recipe, model: PlannedModel) -> int:
-    """Return the bytes per element of frozen parameters: `lora.base_dtype`, or the config's dtype for `stored`."""
-    dtype = recipe.lora.base_dtype
-    stored = model.config.get("dtype") or model.config.get("torch_dtype")
-    return ITEMSIZES.get(str(stored) if dtype == "stored" else dtype, FLOAT32)
 
 
 def with_overrides(recipe: Recipe, values: Mapping[str, object]) -> Recipe:

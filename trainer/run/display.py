@@ -96,7 +96,8 @@ def status_lines(status: RunStatus, width: int) -> list[Line]:
     for label, items in rows:
         known = [item for item in items if item[0]]
         if known:
-            lines.append(_format_row(label, known, width))
+            head = f"{label:<8}"
+            lines.append([(head, "dim"), *_fitting_items(known, width - len(head))])
     return lines
 
 
@@ -187,11 +188,6 @@ def _memory_items(status: RunStatus) -> list[Segment]:
     if limit:
         text = format_bytes_of(status.memory_nbytes, limit)
     return [(f"peak {text} per device", "")]
-
-
-def _format_row(label: str, items: Sequence[Segment], width: int) -> Line:
-    head = f"{label:<8}"
-    return [(head, "dim"), *_fitting_items(items, width - len(head))]
 
 
 def _fitting_items(items: Sequence[Segment], width: int) -> list[Segment]:

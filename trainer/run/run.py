@@ -164,7 +164,13 @@ def connect_processes(recipe: Recipe) -> ProcessGroup:
     address = process_address(cluster.process_settings, os.environ)
     if address is not None:
         job = address.job or f"recipe {recipe.name}"
-        address = replace(address, job=job, settings_digest=_settings_digest(recipe))
+        address = replace(
+            address,
+            job=job,
+            settings_digest=record_digest(
+                json.dumps(_recipe_values(recipe), sort_keys=True).encode()
+            ),
+        )
     return start_processes(
         address,
         start_timeout_s=cluster.start_timeout,
@@ -228,10 +234,6 @@ def compare_start(
 def _recipe_values(recipe: Recipe) -> dict[str, str]:
     """Return the values of the recipe's keys, without paths. The contents of the files are compared instead."""
     return {key: to_toml(value_of(recipe, key)) for key in keys_of(recipe) if _is_shared(key)}
-
-
-def _settings_digest(recipe: Recipe) -> str:
-    return record_digest(json.dumps(_recipe_values(recipe), sort_keys=True).encode())
 
 
 def _is_shared(key: str) -> bool:

@@ -177,7 +177,18 @@ class RunMetrics:
                 if name in self._median_values:
                     self._median_values[name].add(value)
         if is_number(line.get("eval_loss")):
-            self._add_loss(line["eval_loss"], line.get("eval_tokens"))
+            loss = line["eval_loss"]
+            num_tokens = line.get("eval_tokens")
+            if isinstance(num_tokens, int | float) and is_number(num_tokens):
+                key = num_tokens
+            else:
+                key = None
+            best = self._best_losses.pop(key, loss)
+            # The last number of tokens is the last key.
+            self._best_losses[key] = min(best, loss)
+            if len(self._best_losses) > MAX_EVAL_SIZES:
+                # `pop` above moves a used key to the end, so the first key is the one that was not used for longest.
+                del self._best_losses[next(iter(self._best_losses))]
 
     def points(self, name: str) -> list[Point]:
         """Return (step, value) pairs of a name. Long curves keep only the extremes of each bucket."""
@@ -205,18 +216,6 @@ class RunMetrics:
         if name == "step" or len(self.curves) >= MAX_CURVES or len(name) > MAX_NAME_NCHARS:
             return None
         return self.curves.setdefault(name, RunningCurve())
-
-    def _add_loss(self, loss: float, num_tokens: object) -> None:
-        if isinstance(num_tokens, int | float) and is_number(num_tokens):
-            key = num_tokens
-        else:
-            key = None
-        best = self._best_losses.pop(key, loss)
-        # The last number of tokens is the last key.
-        self._best_losses[key] = min(best, loss)
-        if len(self._best_losses) > MAX_EVAL_SIZES:
-            # `pop` above moves a used key to the end, so the first key is the one that was not used for longest.
-            del self._best_losses[next(iter(self._best_losses))]
 
 
 SAMPLES_FILE = "samples.jsonl"
@@ -317,7 +316,11 @@ def read_run(path: Path) -> RunRecord:
         ),
         samples=samples,
         sample_counts=sample_counts,
-        notes=tuple(_skip_note(path / name, count) for name, count in skipped.items() if count),
+        notes=tuple(
+            f"skipped {count_text(count, 'line')} of {path / name}: not a JSON object with a step, or too long"
+            for name, count in skipped.items()
+            if count
+        ),
     )
 
 
@@ -347,12 +350,6 @@ def _read_samples(
         by_line.update(texts.items)
     samples = tuple(by_line[number] for number in sorted(by_line))
     return samples, {prompt: texts.count for prompt, texts in kept.items()}
-
-
-def _skip_note(path: Path, count: int) -> str:
-    return (
-        f"skipped {count_text(count, 'line')} of {path}: not a JSON object with a step, or too long"
-    )
 
 
 def not_a_run_error(name: str, *, exists: bool) -> PrepError:

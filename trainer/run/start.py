@@ -69,7 +69,6 @@ from prepcli.targets.hf_folder import (
 )
 from prepcli.targets.training_step import StartModel
 from trainer.planning.model_shapes import (
-    PlannedModel,
     model_of_config,
     override_fields,
     recipe_config,
@@ -136,19 +135,11 @@ def random_start(recipe: Recipe, mesh: Mesh, rules: Sequence[str]) -> StartModel
         PrepError: The config is invalid or not supported, or there is no tokenizer.
     """
     model = model_of_config(random_config(recipe.model))
-    manifest = _model_manifest(model, mesh, rules)
-    manifest |= Manifest(name=_model_name(recipe.model))
-    files = random_start_files(recipe.data.tokenizer, recipe.model.config)
-    return StartModel(manifest, files)
-
-
-def _model_manifest(model: PlannedModel, mesh: Mesh, rules: Sequence[str]) -> Manifest:
-    """Return the entries of the manifest that `prep save-init` would write for a model."""
     family = family_of(model.config)
     described = model.manifest(mesh, merge_rules(rules))
     config: HFConfig = described["config"]
     padded_size = family.sizes(config)["vocab"]
-    return Manifest(
+    manifest = Manifest(
         config=config,
         tied=described["tied"],
         scan=described["scan"],
@@ -166,6 +157,9 @@ def _model_manifest(model: PlannedModel, mesh: Mesh, rules: Sequence[str]) -> Ma
         mesh=str(mesh),
         rules=list(rules),
     )
+    manifest |= Manifest(name=_model_name(recipe.model))
+    files = random_start_files(recipe.data.tokenizer, recipe.model.config)
+    return StartModel(manifest, files)
 
 
 def _model_name(table: Model) -> str:

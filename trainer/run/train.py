@@ -138,7 +138,6 @@ def train(
                         state,
                         store=checkpoints,
                         logs=[*logs, display, WatchdogLog(run)],
-                        poll_stop_reason=lambda: stop_signal(),
                         lowest_cost=find_lowest_cost(run, config, checkpoints),
                         patience=patience,
                         missing_events=missing_events,
@@ -152,7 +151,7 @@ def train(
                         lambda _: run.observer.note("stopping after this step; again to quit"),
                         lambda: quit_run(run),
                     ) as stop_signal:
-                        loop.run()
+                        loop.run(stop_signal)
                 end_exports(run, loop, exports, stop_signal=stop_signal())
             displays.close()
             return finish(run, loop)

@@ -55,7 +55,19 @@ def host_leaves(
             continue
         # The number of a leaf chooses the replica that saves it. All processes count the same
         # leaves in the same order, so they agree without a message.
-        host[name] = _host_leaf(leaf, number=len(host))
+        number = len(host)
+        # Number of shards per axis. For shape [8, 6] and shards [2, 6] the counts are 4 and 1. On 8
+        # devices that leaves 8 / 4 = 2 replicas of each shard.
+        num_shards = 1
+        for extent, shard_extent in zip(leaf.shape, leaf.sharding.shard_shape(leaf.shape)):
+            num_shards *= math.ceil(extent / max(1, shard_extent))
+        num_replicas = len(leaf.sharding.device_set) // max(1, num_shards)
+        shards: list[HostShard] = []
+        for shard in leaf.addressable_shards:
+            if shard.replica_id == number % num_replicas:
+                box = index_box(shard.index, leaf.shape)
+                shards.append(HostShard(box, partial(_fetch_shard, shard)))
+        host[name] = HostLeaf(leaf.shape, leaf.dtype.name, tuple(shards))
         if saved_dtype is not None and name.startswith(f"{PARAMS}."):
             host[name] = _cast_leaf(host[name], saved_dtype)
     return host
@@ -72,22 +84,6 @@ def _cast_leaf(leaf: HostLeaf, dtype: str) -> HostLeaf:
 
 def _fetch_cast(shard: HostShard, dtype: np.dtype[Any]) -> np.ndarray:
     return shard.fetch().astype(dtype)
-
-
-def _host_leaf(leaf: jax.Array, number: int) -> HostLeaf:
-    """Return leaf `number` of a state. Replicas take turns, leaf by leaf, so that all processes save a part."""
-    # Number of shards per axis. For shape [8, 6] and shards [2, 6] the counts are 4 and 1. On 8
-    # devices that leaves 8 / 4 = 2 replicas of each shard.
-    num_shards = 1
-    for extent, shard_extent in zip(leaf.shape, leaf.sharding.shard_shape(leaf.shape)):
-        num_shards *= math.ceil(extent / max(1, shard_extent))
-    num_replicas = len(leaf.sharding.device_set) // max(1, num_shards)
-    shards: list[HostShard] = []
-    for shard in leaf.addressable_shards:
-        if shard.replica_id == number % num_replicas:
-            box = index_box(shard.index, leaf.shape)
-            shards.append(HostShard(box, partial(_fetch_shard, shard)))
-    return HostLeaf(leaf.shape, leaf.dtype.name, tuple(shards))
 
 
 def _fetch_shard(shard: jax.Shard) -> np.ndarray:

@@ -19,7 +19,6 @@ from prepcli.core.errors import USAGE, Key, Option, PrepError, UsageError, text,
 from prepcli.models.attention_kernels import ANY_ACCELERATOR
 from prepcli.models.mesh import Mesh, num_slices, parse_mesh, parse_slice_counts
 from trainer.data.packed_documents import document_columns
-from trainer.data.packing import ColumnSpecs
 from trainer.data.seq2seq import seq2seq_columns
 from trainer.distributed.compilation import (
     UNWATCHED,
@@ -108,7 +107,15 @@ def _compile_recipe(
     device = ANY_ACCELERATOR
     if topology:
         device = device_kind(sharding)
-    model = model_from_manifest({**manifest, **_lora_entry(recipe)})
+    if recipe.lora.path is not None:
+        why = "the rank is in the adapter's files, which are not read"
+        hint = "`lora.rank` instead of `lora.path`"
+        what = text("{} is not supported for {}", Key("lora.path"), Option("compile", True))
+        raise usage_error(what, why, hint)
+    lora = recipe.lora.new_adapters
+    if lora is not None:
+        manifest = {**manifest, "lora": lora.manifest_entry()}
+    model = model_from_manifest(manifest)
     check_model_layout(recipe, model, sharding)
     dropout = run_dropout(recipe, manifest["config"])
     _, choices = run_kernels(
@@ -128,7 +135,11 @@ def _compile_recipe(
     shape = batch_shape(
         recipe.batch, n_devices=mesh.n_devices, n_replicas=sharding.data_parallel_size
     )
-    batch = column_shapes(_column_specs(recipe), shape.size, sharding)
+    if recipe.data.source_length:
+        column_specs = seq2seq_columns(recipe.data.source_length, recipe.data.seq_length)
+    else:
+        column_specs = document_columns(recipe.data.seq_length, has_segments=has_segments(recipe))
+    batch = column_shapes(column_specs, shape.size, sharding)
     return compile_plan(setup, batch, topology or f"{mesh.n_devices} CPU devices", report_phase)
 
 
@@ -174,29 +185,6 @@ def compile_plan(
         jax_version=jax.__version__,
         libtpu_version=libtpu_version() if platform == "tpu" else "",
     )
-
-
-def _lora_entry(recipe: Recipe) -> dict[str, Any]:
-    """Return the manifest's entry for the adapters of a recipe.
-
-    Empty without adapters.
-    """
-    if recipe.lora.path is not None:
-        why = "the rank is in the adapter's files, which are not read"
-        hint = "`lora.rank` instead of `lora.path`"
-        what = text("{} is not supported for {}", Key("lora.path"), Option("compile", True))
-        raise usage_error(what, why, hint)
-    lora = recipe.lora.new_adapters
-    if lora is None:
-        return {}
-    return {"lora": lora.manifest_entry()}
-
-
-def _column_specs(recipe: Recipe) -> ColumnSpecs:
-    """Return length and dtype of each array of a training row."""
-    if recipe.data.source_length:
-        return seq2seq_columns(recipe.data.source_length, recipe.data.seq_length)
-    return document_columns(recipe.data.seq_length, has_segments=has_segments(recipe))
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.files import Note
 from trainer.data.find_files import NO_REMOTE_FILES
-from trainer.data.packed_documents import DocumentDataset, document_dataset
+from trainer.data.packed_documents import document_dataset
 from trainer.data.packing import Dataset, PackedDataset, split_holdout
 from trainer.data.remote_files import RemoteFiles
 from trainer.data.seq2seq import seq2seq_dataset
@@ -322,7 +322,17 @@ def _build_dataset(
     """Return the dataset of a store. `special_ids` are the token ids of span corruption."""
     settings = config.examples
     if special_ids is not None:
-        return _span_corruption_dataset(tokens, data, special_ids, seed=seed)
+        sizes = recipe_span_sizes(data)
+        return SpanCorruptionDataset(
+            tokens,
+            sizes,
+            special_ids,
+            source_length=data.source_length or sizes.source_length,
+            seq_length=data.seq_length,
+            seed=seed,
+            first_row=0,
+            n_rows=tokens.n_blocks,
+        )
     if settings.has_encoder:
         start_id = decoder_start_token_id(model_config, config.vocab)
         return seq2seq_dataset(
@@ -344,30 +354,9 @@ def _build_dataset(
                 Key("data.add_bos", "true", is_override=True),
             ),
         )
-    note(_packing_summary(dataset))
-    return dataset
-
-
-def _packing_summary(dataset: DocumentDataset) -> str:
     places = f"{100 * dataset.rows.fraction_with_token:.2f} % of their places have a token"
-    return f"{dataset.n_rows:,} sequences of {dataset.seq_length:,}: {places}"
-
-
-def _span_corruption_dataset(
-    tokens: MappedTokens, data: Data, special_ids: SpanCorruptionTokenIds, *, seed: int
-) -> Dataset:
-    """Return a dataset of span corruption over all blocks of a store."""
-    sizes = recipe_span_sizes(data)
-    return SpanCorruptionDataset(
-        tokens,
-        sizes,
-        special_ids,
-        source_length=data.source_length or sizes.source_length,
-        seq_length=data.seq_length,
-        seed=seed,
-        first_row=0,
-        n_rows=tokens.n_blocks,
-    )
+    note(f"{dataset.n_rows:,} sequences of {dataset.seq_length:,}: {places}")
+    return dataset
 
 
 def _span_special_ids(

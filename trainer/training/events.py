@@ -84,15 +84,10 @@ class EventStoppedError(Exception):
 class StopSignals:
     """Stop signals of all processes of a run."""
 
-    def __init__(self, poll_stop_reason: Callable[[], str], sharding: ShardingContext) -> None:
-        """Create the signals of a run.
-
-        Args:
-            poll_stop_reason: Returns the name of the signal that this process received. Empty if
-                there is none.
-            sharding: Devices of the run.
-        """
-        self._poll = poll_stop_reason
+    def __init__(self, sharding: ShardingContext) -> None:
+        """Create the signals of a run on these devices. No process receives one before `poll` is set."""
+        # Returns the name of the signal that this process received. Empty if there is none.
+        self.poll: Callable[[], str] = str
         self._agreed = ""
         self._sharding: NamedSharding | None = None
         self._largest: Callable[[Array], Array] | None = None
@@ -114,7 +109,7 @@ class StopSignals:
         if self._sharding is None:
             return {}
         # One int32 per device: shape [1] on each of n devices, [n] in total.
-        value = np.full(1, STOP_REASONS.index(self._poll()), np.int32)
+        value = np.full(1, STOP_REASONS.index(self.poll()), np.int32)
         return {STOP: jax.make_array_from_callback(self._shape, self._sharding, lambda _: value)}
 
     def update_from_metrics(self, metrics: Mapping[str, Array]) -> None:
@@ -141,7 +136,7 @@ class StopSignals:
         # With several processes, a local signal counts only after a step has carried it to all of
         # them.
         if self._sharding is None:
-            return self._poll()
+            return self.poll()
         return self._agreed
 
 

@@ -343,13 +343,19 @@ def tokenize_in_group(
     Raises:
         PrepError: The tokens cannot be made, or the hosts have different data files.
     """
-    config = replace(config, recorded=_share_recorded(config.recorded, group))
+    encoded = group.broadcast(RECORDED_TOKENS, config.recorded.encode() if config.recorded else "")
+    # Another process may not see the run that has recorded the tokens.
+    config = replace(config, recorded=RecordedTokens.decode(encoded) if encoded else None)
     if config.scratch_dir is not None:
         return tokenize_files(config, progress=progress, note=note)
     if group.count == 1:
         return tokenize_files(config, progress=progress, note=note)
     if group.index == 0:
-        _make_cache(config)
+        try:
+            config.cache.mkdir(parents=True, exist_ok=True)
+            (config.cache / OPENED_PREFIX).touch()
+        except OSError as error:
+            raise io_error(config.cache, error) from error
     tokens = None
     processes = folder_processes(config.cache, group)
     if processes.is_shared and len(processes.host_leaders) > 1:
@@ -364,12 +370,6 @@ def tokenize_in_group(
         _check_equal(identities)
     identity = group.broadcast("identity of the tokens", tokens.identity if tokens else "")
     return tokens or open_tokens(config, identity, note=note)
-
-
-def _share_recorded(recorded: RecordedTokens | None, group: ProcessGroup) -> RecordedTokens | None:
-    """Return the recorded tokens of process 0. Another process may not see the run that has recorded them."""
-    encoded = group.broadcast(RECORDED_TOKENS, recorded.encode() if recorded else "")
-    return RecordedTokens.decode(encoded) if encoded else None
 
 
 def _tokenize_on_hosts(
@@ -407,14 +407,6 @@ def _tokenize_on_hosts(
         make_shards(job, range(job.layout.n_shards), progress=progress, note=note)
         meta = complete_store(job, progress=progress, note=note)
     return map_new_tokens(job.folder, meta, inputs.config, inputs.tokenizer, note)
-
-
-def _make_cache(config: TokenizeConfig) -> None:
-    try:
-        config.cache.mkdir(parents=True, exist_ok=True)
-        (config.cache / OPENED_PREFIX).touch()
-    except OSError as error:
-        raise io_error(config.cache, error) from error
 
 
 def _check_equal(identities: Sequence[str]) -> None:

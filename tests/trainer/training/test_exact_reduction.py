@@ -97,7 +97,6 @@ def run(setup: StepSetup, folder: Path) -> FinishedRun:
         state,
         store=runs.MemoryStore(),
         logs=[MetricsFileLog(folder / METRICS_FILE, 0), recording],
-        poll_stop_reason=runs.never_stop,
     )
     loop.run()
     lines = [{key: line[key] for key in line if key not in TIMINGS} for line in recording.lines]

@@ -298,7 +298,22 @@ def forward(
             def update(state: _SoftmaxState) -> _SoftmaxState:
                 mask = _tile_mask(config, labels, q_labels, kv_labels)
                 scores, _ = _masked_scores(config, queries, keys, inputs.bias_table, mask)
-                return _update_softmax(state, scores, values, partial(_drop, q_labels, kv_labels))
+                drop = partial(_drop, q_labels, kv_labels)
+                # Online softmax (arXiv:2205.14135, algorithm 1): with a new maximum m', earlier terms
+                # exp(score - m) become exp(score - m') by a factor exp(m - m'). No exponent is above 0.
+                # Example: the scores 1 and then 3, each in a tile. After the first m = 1 and the normalizer is
+                # exp(0) = 1. After the second m' = 3 and the normalizer is 1 * exp(-2) + exp(0) = 1.135.
+                maximum = jnp.maximum(state.maximum, scores.max(-1))
+                weights = jnp.exp(scores - maximum[..., None])
+                rescale = jnp.exp(state.maximum - maximum)
+                kept = drop(weights).astype(values.dtype)
+                return _SoftmaxState(
+                    state.weighted_sum * rescale[..., None]
+                    + _einsum("bkgts,bkse->bkgte", kept, values),
+                    maximum,
+                    # Without dropout: it acts on the probabilities, which the normalizer defines.
+                    state.normalizer * rescale + weights.sum(-1),
+                )
 
             return lax.cond(
                 has_visible(config, q_labels, kv_labels), update, lambda same: same, state
@@ -331,26 +346,6 @@ def _initial_softmax(queries: Array, inputs: AttentionInputs) -> _SoftmaxState:
     # The sink [K, G] is the largest score so far: exp(sink - sink) = 1.
     maximum = jnp.broadcast_to(inputs.sinks.astype(jnp.float32)[..., None], shape)
     return _SoftmaxState(weighted_sum, maximum, jnp.ones(shape, jnp.float32))
-
-
-def _update_softmax(
-    state: _SoftmaxState, scores: Array, values: Array, drop: Callable[[Array], Array]
-) -> _SoftmaxState:
-    """Add the keys of a tile: scores [B, K, G, t, s] and values [B, K, s, E]. `drop` applies dropout to weights."""
-    # Online softmax (arXiv:2205.14135, algorithm 1): with a new maximum m', earlier terms
-    # exp(score - m) become exp(score - m') by a factor exp(m - m'). No exponent is above 0.
-    # Example: the scores 1 and then 3, each in a tile. After the first m = 1 and the normalizer is
-    # exp(0) = 1. After the second m' = 3 and the normalizer is 1 * exp(-2) + exp(0) = 1.135.
-    maximum = jnp.maximum(state.maximum, scores.max(-1))
-    weights = jnp.exp(scores - maximum[..., None])
-    rescale = jnp.exp(state.maximum - maximum)
-    kept = drop(weights).astype(values.dtype)
-    return _SoftmaxState(
-        state.weighted_sum * rescale[..., None] + _einsum("bkgts,bkse->bkgte", kept, values),
-        maximum,
-        # Without dropout: it acts on the probabilities, which the normalizer defines.
-        state.normalizer * rescale + weights.sum(-1),
-    )
 
 
 class _TileGradients(NamedTuple):
