@@ -93,17 +93,29 @@ def reduction_shards(recipe: Recipe, shape: BatchShape, *, mesh: Mesh, rules: Ru
     return num_shards
 
 
-def rows_per_device(shape: BatchShape, num_shards: int, *, num_replicas: int) -> int:
-    """Return the sequences computed by a device at the same time.
+@dataclass(frozen=True, slots=True)
+class BatchSplit:
+    """The parts of a batch on a mesh."""
 
-    Args:
-        shape: The shape of a batch.
-        num_shards: Its logical shards, or 0 if `train.reduction` is fast.
-        num_replicas: Devices that split a micro-batch.
+    shape: BatchShape
+    num_replicas: int  # devices that split a micro-batch
+    num_shards: int  # logical shards of the batch, or 0 if `train.reduction` is fast
+    num_rows: int  # sequences computed by a device at the same time
+
+
+def split_batch(recipe: Recipe, mesh: Mesh, rules: Rules) -> BatchSplit:
+    """Return the parts of the batch of a recipe.
+
+    Raises:
+        UsageError: The batch or its logical shards do not divide among the devices.
     """
+    num_replicas = num_batch_shards(mesh, rules)
+    shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=num_replicas)
+    num_shards = reduction_shards(recipe, shape, mesh=mesh, rules=rules)
+    num_rows = shape.micro_batch_size // num_replicas
     if num_shards:
-        return shape.size // num_shards
-    return shape.micro_batch_size // num_replicas
+        num_rows = shape.size // num_shards
+    return BatchSplit(shape, num_replicas, num_shards, num_rows)
 
 
 def check_exact_model(arch_config: ArchConfig, kernel: str) -> None:
@@ -230,11 +242,8 @@ def step_inputs(
             devices.
     """
     check_token_split(recipe, num_sequence_shards(mesh, rules))
-    n_replicas = num_batch_shards(mesh, rules)
-    shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=n_replicas)
-    num_shards = reduction_shards(recipe, shape, mesh=mesh, rules=rules)
-    num_rows = rows_per_device(shape, num_shards, num_replicas=n_replicas)
-    sizes = chunk_sizes(recipe, device, num_rows=num_rows)
+    batch = split_batch(recipe, mesh, rules)
+    sizes = chunk_sizes(recipe, device, num_rows=batch.num_rows)
     kernel = recipe.model.attention_kernel
     # An estimate without a kind of device is valid for every platform, so a kernel for TPUs only must
     # not fail because the platform is not `tpu`. Its features are checked all the same.
@@ -249,7 +258,7 @@ def step_inputs(
         leaves=model.leaves,
         mesh=mesh,
         rules=rules,
-        micro_batch_size=num_rows * n_replicas,
+        micro_batch_size=batch.num_rows * batch.num_replicas,
         seq_length=recipe.data.seq_length,
         source_length=recipe.data.source_length or 0,
         has_segments=has_segments(recipe),
@@ -261,8 +270,8 @@ def step_inputs(
         attention_tile=find_kernel(kernel).score_tile(sizes.queries, sizes.keys),
         # With an exact reduction these are logical shards per device: a batch of 64 in 8 shards on 2
         # replicas has 8 rows at a time, 64 / (8 * 2) = 4 times.
-        accumulate=shape.size // (num_rows * n_replicas),
-        is_exact=num_shards > 0,
+        accumulate=batch.shape.size // (batch.num_rows * batch.num_replicas),
+        is_exact=batch.num_shards > 0,
         optimizer_state=state_leaves(recipe.optimizer, model.leaves),
         frozen=frozenset(
             model.leaves.keys() - trained_leaves(recipe.optimizer, model.leaves).keys()

@@ -42,15 +42,14 @@ from trainer.planning.step_inputs import (
     check_exact_model,
     check_token_split,
     chunk_sizes,
-    reduction_shards,
-    rows_per_device,
     run_dropout,
     run_kernels,
+    split_batch,
     step_inputs,
     with_adapters,
 )
 from trainer.planning.step_time import accelerator_of
-from trainer.recipe import Recipe, batch_shape
+from trainer.recipe import Recipe
 from trainer.recipe.rope_overrides import SCALING_KEY, THETA_KEY, override_rope
 from trainer.recipe.tables import Model
 from trainer.training.eval_metrics import (
@@ -275,10 +274,7 @@ def partition_rules(recipe: Recipe, manifest: Mapping[str, Any]) -> Rules:
 def check_batch(recipe: Recipe, sharding: ShardingContext) -> None:
     """Raise UsageError if the batch of a recipe, its logical shards, or its tokens do not divide among the devices."""
     assert sharding.mesh is not None
-    mesh = sharding.mesh
-    n_replicas = sharding.data_parallel_size
-    shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=n_replicas)
-    reduction_shards(recipe, shape, mesh=mesh, rules=sharding.rules)
+    split_batch(recipe, sharding.mesh, sharding.rules)
     check_token_split(recipe, sharding.sequence_parallel_size)
 
 
@@ -311,14 +307,10 @@ def build_step_setup(
             no parameter.
     """
     assert sharding.mesh is not None
-    shape = batch_shape(
-        recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size
-    )
-    num_shards = reduction_shards(recipe, shape, mesh=sharding.mesh, rules=sharding.rules)
-    if num_shards:
+    batch = split_batch(recipe, sharding.mesh, sharding.rules)
+    if batch.num_shards:
         check_exact_model(model.arch_config, kernel)
-    num_rows = rows_per_device(shape, num_shards, num_replicas=sharding.data_parallel_size)
-    sizes = chunk_sizes(recipe, device or device_kind(sharding), num_rows=num_rows)
+    sizes = chunk_sizes(recipe, device or device_kind(sharding), num_rows=batch.num_rows)
     forward_config = ForwardConfig(
         dtype=recipe.model.dtype,
         scan_layers=recipe.model.scan_layers,
@@ -333,7 +325,7 @@ def build_step_setup(
         model,
         forward_config,
         build_optimizer(recipe.optimizer, steps),
-        accumulate=shape.accumulate,
+        accumulate=batch.shape.accumulate,
         loss_terms=LossTerms(
             recipe.loss.z_loss, recipe.loss.label_smoothing, token_functions.loss_fn
         ),
@@ -341,7 +333,7 @@ def build_step_setup(
         seed=recipe.seed,
         metric_fn=token_functions.metric_fn,
         loss_scale=_loss_scale(recipe),
-        reduction_shards=num_shards,
+        reduction_shards=batch.num_shards,
         param_dtype=recipe.model.param_dtype,
     )
 
