@@ -5,7 +5,7 @@
     python -m bench.compiled_memory --tokens 131072 --mesh sp:8 --kernel blockwise --remat nothing_saveable
 
 The step computes the mean loss and its gradients. `temp` is the compiler's plan for one device without arguments and
-results. `estimated` is the estimate of `prepcli.models.memory_estimate`. A mesh of N devices is compiled for N
+results. `estimated` is the estimate of `trainer.planning.memory_estimate`. A mesh of N devices is compiled for N
 simulated CPU devices, which widen bfloat16 to float32. `--topology` compiles for one chip of a TPU. It needs the
 package libtpu, but no TPU.
 """
@@ -172,11 +172,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = make_parser().parse_args(arguments)
     mesh = meshes.parse_mesh(options.mesh)
     os.environ["JAX_NUM_CPU_DEVICES"] = str(mesh.n_devices)
-    from prepcli.models.memory_estimate import estimate_memory
-    from prepcli.models.memory_inputs import FLOAT32, MemoryInputs
     from prepcli.models.registry import FAMILIES
     from trainer.distributed.sharding import ShardingContext, make_sharding_context
     from trainer.nn.model_spec import AttentionOptions, ForwardConfig, build_model
+    from trainer.planning.memory_estimate import estimate_memory
+    from trainer.planning.memory_inputs import FLOAT32, MemoryInputs
 
     sharding = make_sharding_context(mesh) if mesh.n_devices > 1 else ShardingContext()
     if options.topology:

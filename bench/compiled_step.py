@@ -4,7 +4,7 @@
 
 The step is that of `prep train`: gradients, optimizer, donated state. libtpu compiles it (`pip install
 'prepcli[tpu]'`); without `--topology` it is compiled for simulated CPU devices, where bfloat16 takes more memory.
-`estimated` is the estimate of `prepcli.models.memory_estimate`.
+`estimated` is the estimate of `trainer.planning.memory_estimate`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 from bench.compiled_memory import parse_policy
 from bench.model_configs import MODEL_CONFIGS
-from prepcli.models.memory_estimate import estimate_memory
 from prepcli.models.mesh import Mesh, parse_mesh
 from prepcli.models.registry import family_of
-from trainer.planning.compiled_plan import CompiledPlan
+from trainer.planning.memory_estimate import estimate_memory
+from trainer.planning.training_plan import CompiledPlan
 from trainer.recipe import Recipe
 
 

@@ -131,15 +131,18 @@ def _prep_setup(options: argparse.Namespace) -> Any:
 
     from prepcli.models.mesh import parse_mesh
     from prepcli.models.registry import FAMILIES
-    from trainer.distributed.mesh_devices import device_kind
-    from trainer.distributed.sharding import make_sharding_context
+    from trainer.distributed.sharding import device_kind, make_sharding_context
     from trainer.nn.model_spec import build_model
-    from trainer.training.setup import build_step_setup, preferred_kernel
+    from trainer.planning.step_inputs import run_kernels
+    from trainer.training.setup import build_step_setup
 
     recipe, config = make_recipe(options), json.loads((options.model / "config.json").read_bytes())
     model = build_model(FAMILIES["llama"], config, is_tied=False)
     sharding = make_sharding_context(parse_mesh(recipe.mesh), devices=jax.devices()[:1])
-    kernel = preferred_kernel(recipe, model, sharding, device=device_kind(sharding))
+    _, choices = run_kernels(
+        recipe, model, sharding.mesh, sharding.rules, device=device_kind(sharding)
+    )
+    kernel = choices[0]
     setup = build_step_setup(recipe, model, sharding=sharding, kernel=kernel.name, steps=MAX_STEPS)
     forward_config, attention = setup.forward_config, setup.forward_config.attention_options
     tile, head = (

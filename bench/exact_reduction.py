@@ -39,7 +39,7 @@ def build_setups(mesh: str, accumulate: int, num_shards: int) -> dict[str, Any]:
     from trainer.distributed.sharding import make_sharding_context
     from trainer.nn.model_spec import ForwardConfig, build_model
     from trainer.recipe.optimizer_tables import AdamWTable
-    from trainer.training.optimizers.optimizer import build_optimizer
+    from trainer.training.optimizers import build_optimizer
     from trainer.training.step import StepSetup
 
     parsed = parse_mesh(mesh)

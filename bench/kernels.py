@@ -30,7 +30,7 @@ from prepcli.models.attention_kernels import (
     unmet_needs,
 )
 from prepcli.models.registry import FAMILIES
-from trainer.distributed.mesh_devices import kind_of_device
+from trainer.distributed.sharding import kind_of_device
 from trainer.nn.attention_mask import AttentionMask
 from trainer.nn.block import BLOCKS
 from trainer.nn.context import LayerContext

@@ -65,8 +65,8 @@ def load_with_prep(options: argparse.Namespace) -> tuple[Any, int, int]:
     from prepcli.sources.locate import Access, locate
     from prepcli.sources.opening import open_source
     from trainer.run.params import open_model
+    from trainer.training.checkpoint import load_leaves
     from trainer.training.leaf_loading import LeafLoader
-    from trainer.training.loading import load_leaves
 
     name = {"bucket": BUCKET_URL, "hub": HUB_ID}.get(options.load, str(options.checkpoint))
     located = locate(name, access=Access(allow_urls=True, stream=options.load == "hub"))

@@ -20,10 +20,10 @@ from importlib.util import find_spec
 from bench.compiled_step import make_manifest, make_parser, make_recipe
 from bench.evidence import log
 from prepcli.core.tables import format_table
-from prepcli.models.memory_estimate import MemoryEstimate, estimate_memory
-from prepcli.models.memory_inputs import MemoryInputs
 from prepcli.models.mesh import Mesh, parse_mesh
 from prepcli.models.rules import DEFAULT_RULES
+from trainer.planning.memory_estimate import MemoryEstimate, estimate_memory
+from trainer.planning.memory_inputs import MemoryInputs
 from trainer.planning.model_shapes import model_of_manifest
 from trainer.planning.step_inputs import step_inputs
 from trainer.recipe import Recipe

@@ -35,7 +35,7 @@ PREP_MODULES = (
     "trainer.run.params",
     "prepcli.sources.openers.tensor_files",
     "prepcli.models.families.llama",
-    "trainer.training.loading",
+    "trainer.training.checkpoint",
     "trainer.nn.model_spec",
     "obstore.store",
 )

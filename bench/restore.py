@@ -60,7 +60,7 @@ def restore(path: Path, mesh: str, verify: bool, start: bool) -> RestoreCost:
     import jax
 
     from prepcli.restore.item_reader import open_reader
-    from trainer.training.loading import load_params
+    from trainer.training.checkpoint import load_params
 
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # return freed memory of earlier restores
@@ -110,7 +110,7 @@ def make_setup(reader: Any, mesh: str) -> Any:
     from trainer.distributed.sharding import make_sharding_context
     from trainer.nn.model_spec import ForwardConfig, model_from_manifest, rules_from_manifest
     from trainer.recipe.optimizer_tables import AdamWTable
-    from trainer.training.optimizers.optimizer import build_optimizer
+    from trainer.training.optimizers import build_optimizer
     from trainer.training.step import StepSetup
 
     sharding = make_sharding_context(parse_mesh(mesh), rules_from_manifest(reader.manifest))
@@ -123,7 +123,7 @@ def make_setup(reader: Any, mesh: str) -> Any:
 
 def read_state(reader: Any, setup: Any) -> Any:
     """Return the state of a saved step, or the initial state of an init."""
-    from trainer.training.loading import init_state, restore_state
+    from trainer.training.checkpoint import init_state, restore_state
 
     return (restore_state if reader.manifest["kind"] == "train" else init_state)(reader, setup)
 

@@ -22,7 +22,6 @@ TPU_POD = "TPU pod"
 KUBERNETES = "Kubernetes"
 # Launchers in the order of detection.
 LAUNCHERS = (JAX_VARIABLES, OPEN_MPI, SLURM, TPU_POD, KUBERNETES)
-COUNT_VARIABLES = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 # The order is jax's.
 TPU_HOST_VARIABLES = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 # Set in every pod of an indexed job. Its pods may be independent.
@@ -32,28 +31,48 @@ PARENT_VARIABLE = "PREP_PARENT"
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedProcess:
-    """Process number `index`, from 0, of `count` processes that a launcher started.
+class ProcessVariables:
+    """Environment variables in which a launcher describes a process. An empty name: it sets none."""
 
-    Attributes:
-        launcher: Name of the launcher.
-        count: Number of processes.
-        index: Index of this process, from 0.
-        variables: Environment variables that the count and the index are from.
-        local_count: Number of processes on this host, or None if it is unknown.
-        local_index: Index of this process on its host.
-        host_count: Number of hosts, or None if it is unknown.
-        host_index: Index of this host, or None if it is unknown.
-    """
+    count: str
+    index: str
+    local_count: str = ""
+    local_index: str = ""
+    host_count: str = ""
+    host_index: str = ""
+
+
+# A TPU pod describes its hosts instead, and no variable of a pod of Kubernetes has the number of processes.
+PROCESS_VARIABLES: Mapping[str, ProcessVariables] = {
+    JAX_VARIABLES: ProcessVariables("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
+    OPEN_MPI: ProcessVariables(
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        local_count="OMPI_COMM_WORLD_LOCAL_SIZE",
+        local_index="OMPI_COMM_WORLD_LOCAL_RANK",
+    ),
+    SLURM: ProcessVariables(
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_PROCID",
+        local_index="SLURM_LOCALID",
+        host_count="SLURM_STEP_NUM_NODES",
+        host_index="SLURM_NODEID",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedProcess:
+    """Process number `index`, from 0, of `count` processes that a launcher started."""
 
     launcher: str
     count: int
     index: int
-    variables: tuple[str, ...] = ()
-    local_count: int | None = None
-    local_index: int = 0
-    host_count: int | None = None
-    host_index: int | None = None
+    variables: tuple[str, ...] = ()  # environment variables that the count and the index are from
+    local_count: int | None = None  # processes on this host. None if it is unknown.
+    local_index: int = 0  # index of this process on its host
+    host_count: int | None = None  # None if it is unknown
+    host_index: int | None = None  # None if it is unknown
 
 
 def detect_launcher(
@@ -64,11 +83,20 @@ def detect_launcher(
     Raises:
         UsageError: A launcher's variables are incomplete or contradict each other.
     """
-    detectors = (_jax_process, _open_mpi_process, _slurm_process, _tpu_process, _job_set_process)
-    # `_job_set_process` (Kubernetes) returns no process, because no variable of a pod has the number of
-    # processes. It only raises an error.
-    for launcher, detect in zip(LAUNCHERS, detectors, strict=True):
-        if launcher in launchers and (process := detect(environ)) is not None:
+    for launcher in LAUNCHERS:
+        process = None
+        if launcher not in launchers:
+            continue
+        if launcher in PROCESS_VARIABLES:
+            process = _described_process(environ, launcher, PROCESS_VARIABLES[launcher])
+        elif launcher == TPU_POD:
+            process = _tpu_process(environ)
+        elif all(environ.get(name) for name in ("JOBSET_NAME", COMPLETION_INDEX)) and not any(
+            environ.get(name) for name in ("JAX_NUM_PROCESSES", *TPU_HOST_VARIABLES)
+        ):
+            # JobSet sets no variable with the number of processes of its pods.
+            raise _incomplete_error("JOBSET_NAME", "JAX_NUM_PROCESSES")
+        if process is not None:
             return process
     return None
 
@@ -101,7 +129,8 @@ def job_name(launcher: str, environ: Mapping[str, str]) -> str:
 
 def launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that are set and describe the processes of a job."""
-    names = (*COUNT_VARIABLES, *TPU_HOST_VARIABLES, COMPLETION_INDEX)
+    counts = [names.count for names in PROCESS_VARIABLES.values()]
+    names = (*counts, *TPU_HOST_VARIABLES, COMPLETION_INDEX)
     return {name: environ[name] for name in names if environ.get(name)}
 
 
@@ -123,53 +152,39 @@ def read_number(environ: Mapping[str, str], variable: str) -> int | None:
     return int(text)
 
 
-def _jax_process(environ: Mapping[str, str]) -> LaunchedProcess | None:
-    """Return the process of JAX_NUM_PROCESSES. Its index may be the index of a pod in an indexed job."""
-    variables = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    count = read_number(environ, variables[0])
-    is_pod = bool(environ.get(COMPLETION_INDEX)) and not environ.get(variables[1])
-    if count is not None and count > 1 and is_pod:
-        return pod_process(environ, count)
-    numbers = _count_and_index(environ, *variables)
-    return numbers and LaunchedProcess(JAX_VARIABLES, *numbers, variables=variables)
-
-
-def _open_mpi_process(environ: Mapping[str, str]) -> LaunchedProcess | None:
-    """Return this process as Open MPI started it. None if it did not."""
-    variables = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
-    numbers = _count_and_index(environ, *variables)
-    if numbers is None:
-        return None
-    local_count = read_number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    return LaunchedProcess(
-        OPEN_MPI,
-        *numbers,
-        variables=variables,
-        local_count=local_count,
-        local_index=read_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK") or 0,
-        host_count=1 if local_count == numbers[0] else None,
-    )
-
-
-def _slurm_process(environ: Mapping[str, str]) -> LaunchedProcess | None:
-    """Return this process as Slurm started it. None if it did not."""
-    variables = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+def _described_process(
+    environ: Mapping[str, str], launcher: str, names: ProcessVariables
+) -> LaunchedProcess | None:
+    """Return the process in the variables of a launcher. None if it did not start this one, or only this one."""
     # SLURM_PROCID alone is set for a batch script.
-    if not environ.get(variables[0]):
+    if launcher == SLURM and not environ.get(names.count):
         return None
-    numbers = _count_and_index(environ, *variables)
+    if launcher == JAX_VARIABLES and environ.get(COMPLETION_INDEX) and not environ.get(names.index):
+        # The index may be the one of a pod in an indexed job.
+        count = read_number(environ, names.count)
+        if count is not None and count > 1:
+            return pod_process(environ, count)
+    numbers = _count_and_index(environ, names.count, names.index)
     if numbers is None:
         return None
-    host_index = read_number(environ, "SLURM_NODEID")
-    tasks_per_node = _repeated_numbers(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    tasks_here = tasks_per_node[host_index or 0 :]
+    local_count = read_number(environ, names.local_count)
+    host_count = read_number(environ, names.host_count)
+    host_index = read_number(environ, names.host_index)
+    if launcher == OPEN_MPI and local_count == numbers[0]:
+        host_count = 1
+    if launcher == SLURM:
+        tasks_per_node = _repeated_numbers(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        host_count = host_count or len(tasks_per_node) or None
+        tasks_here = tasks_per_node[host_index or 0 :]
+        if tasks_here:
+            local_count = tasks_here[0]
     return LaunchedProcess(
-        SLURM,
+        launcher,
         *numbers,
-        variables=variables,
-        local_count=tasks_here[0] if tasks_here else None,
-        local_index=read_number(environ, "SLURM_LOCALID") or 0,
-        host_count=read_number(environ, "SLURM_STEP_NUM_NODES") or len(tasks_per_node) or None,
+        variables=(names.count, names.index),
+        local_count=local_count,
+        local_index=read_number(environ, names.local_index) or 0,
+        host_count=host_count,
         host_index=host_index,
     )
 
@@ -206,13 +221,6 @@ def _tpu_process(environ: Mapping[str, str]) -> LaunchedProcess | None:
         host_count=count,
         host_index=index,
     )
-
-
-def _job_set_process(environ: Mapping[str, str]) -> None:
-    """Raise UsageError for a pod of a JobSet without a number of processes. JobSet sets no variable with it."""
-    is_pod = all(environ.get(name) for name in ("JOBSET_NAME", COMPLETION_INDEX))
-    if is_pod and not any(environ.get(name) for name in ("JAX_NUM_PROCESSES", *TPU_HOST_VARIABLES)):
-        raise _incomplete_error("JOBSET_NAME", "JAX_NUM_PROCESSES")
 
 
 def _count_and_index(

@@ -11,6 +11,12 @@ from prepcli.core.formatting import did_you_mean
 
 # A chunk of all tokens.
 WHOLE = -1
+
+
+# Attention tile of a kernel that keeps scores on the chip.
+NO_SCORES = (0, 0)
+
+
 # Blocks of a row on each device of a mesh that splits tokens. A tile of attention is within one.
 RING_BLOCKS = 2
 # Tokens of a chunk of a linear recurrence, as in the kernels of flash-linear-attention.

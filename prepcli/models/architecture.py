@@ -171,7 +171,7 @@ class ArchConfig:
         reusing_layers: Numbers of the layers that attend to the keys and values of the last earlier layer with their
             window and keys and values of its own (cross-layer attention, arXiv:2405.12981).
         shape_groups: Groups of layers with parameters of other shapes than other layers -> numbers of their layers.
-        has_layer_inputs: Whether each layer has an input from the tokens of its own (`trainer.nn.embedding`).
+        has_layer_inputs: Whether each layer has an input from the tokens of its own (`trainer.nn.projections`).
         qkv_clip: Bound of the elements of queries, keys and values, or NO_CLIP.
         attn_logit_softcap: Bound c of attention scores as c * tanh(x / c), or NO_SOFTCAP.
         final_logit_softcap: Bound of the logits, in the same form.

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from prepcli.core.errors import Key, PrepError, text, usage_error
-from prepcli.models.activation_memory import SAVES_INPUT, SAVES_SCORES, RematPolicy
+from prepcli.models.activation_memory import NO_SCORES, SAVES_INPUT, SAVES_SCORES, RematPolicy
 from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
 from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
-from prepcli.models.memory_inputs import NO_SCORES
 from prepcli.models.param_tree import KV_HEAD_DIMS, ParamLeaf, dim_extent
 
 
@@ -69,38 +68,37 @@ def required_attention_features(
     num_heads = dim_extent(leaves, "heads")
     # Families without grouped heads have only `heads`.
     has_groups = any(dim_extent(leaves, dim) not in (0, num_heads) for dim in KV_HEAD_DIMS)
-    return frozenset(_arch_features(arch_config)) | (
-        {AttentionFeature.GROUPED_HEADS} if has_groups else set()
-    )
-
-
-def _arch_features(arch_config: ArchConfig) -> Iterator[AttentionFeature]:
-    """Yield the features that the layers of an architecture need from a kernel."""
-    yield AttentionFeature.CAUSAL
-    if any(window != FULL_ATTENTION for window in arch_config.sliding_windows):
-        yield AttentionFeature.WINDOW
-    if len({*arch_config.sliding_windows}) > 1:
-        yield AttentionFeature.MIXED_WINDOWS
-    if arch_config.chunked_layers:
-        yield AttentionFeature.CHUNKS
-    if arch_config.encoder is not None:
-        yield from (
+    features = needed_features({AttentionFeature.GROUPED_HEADS: has_groups})
+    encoder = arch_config.encoder
+    if encoder is not None:
+        features |= {
             AttentionFeature.BIDIRECTIONAL,
             AttentionFeature.CROSS,
             AttentionFeature.KEY_PADDING,
-        )
-        yield from _arch_features(arch_config.encoder)
-    if arch_config.score_bias is not None:
-        yield AttentionFeature.SCORE_BIAS
-    if arch_config.attn_logit_softcap != NO_SOFTCAP:
-        yield AttentionFeature.SOFTCAP
-    has_other_keys = arch_config.latent_key_dim or arch_config.has_key_scores
-    if has_other_keys or arch_config.has_differential_attention:
-        yield AttentionFeature.VALUE_WIDTH
-    if arch_config.has_attention_sinks:
-        yield AttentionFeature.SINKS
-    if arch_config.scale_attn_by_inverse_layer_idx:
-        yield AttentionFeature.LAYER_SCALE
+        }
+    for stack in (arch_config, encoder):
+        if stack is None:
+            continue
+        windows = set(stack.sliding_windows)
+        has_wide_keys = stack.latent_key_dim or stack.has_key_scores
+        is_needed = {
+            AttentionFeature.CAUSAL: True,
+            AttentionFeature.WINDOW: bool(windows - {FULL_ATTENTION}),
+            AttentionFeature.MIXED_WINDOWS: len(windows) > 1,
+            AttentionFeature.CHUNKS: bool(stack.chunked_layers),
+            AttentionFeature.SCORE_BIAS: stack.score_bias is not None,
+            AttentionFeature.SOFTCAP: stack.attn_logit_softcap != NO_SOFTCAP,
+            AttentionFeature.VALUE_WIDTH: has_wide_keys or stack.has_differential_attention,
+            AttentionFeature.SINKS: stack.has_attention_sinks,
+            AttentionFeature.LAYER_SCALE: stack.scale_attn_by_inverse_layer_idx,
+        }
+        features |= needed_features(is_needed)
+    return features
+
+
+def needed_features(is_needed: Mapping[AttentionFeature, object]) -> frozenset[AttentionFeature]:
+    """Return the features with a true value."""
+    return frozenset(feature for feature, needed in is_needed.items() if needed)
 
 
 def check_mixer(arch_config: ArchConfig, features: frozenset[AttentionFeature]) -> None:
@@ -147,7 +145,7 @@ def run_features(
         AttentionFeature.DROPOUT: dropout.attention > 0,
         AttentionFeature.FCM: max(dropout.fcm_ratio) > 0,
     }
-    return frozenset(feature for feature, needed in is_needed.items() if needed)
+    return needed_features(is_needed)
 
 
 AUTO = "auto"
@@ -181,50 +179,20 @@ ANY_ACCELERATOR = DeviceKind("accelerator")
 
 
 @dataclass(frozen=True, slots=True)
-class HeadDims:
-    """The head widths that a kernel supports.
-
-    Attributes:
-        multiple_of: Divisor of the width.
-        maximum: Largest width, or None for no limit.
-        hopper_maximum: Largest width on GPUs of compute capability 9.0 or later.
-    """
-
-    multiple_of: int = 1
-    maximum: int | None = None
-    hopper_maximum: int | None = None
-
-    def maximum_on(self, device: DeviceKind) -> int | None:
-        """Return the largest head width that a device supports, or None for no limit."""
-        if (device.compute_capability or (0, 0)) >= HOPPER:
-            return self.hopper_maximum
-        return self.maximum
-
-
-@dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """The capabilities of an attention kernel.
+    """The capabilities of an attention kernel."""
 
-    Attributes:
-        name: Name in recipes.
-        summary: What it computes, for the documentation.
-        features: Supported features.
-        platforms: Platforms that it runs on. Empty for all.
-        dtypes: Supported dtypes.
-        head_dims: Supported head widths.
-        has_tiles: Whether `q_chunk_size` and `k_chunk_size` set the scores that exist at the same
-            time.
-        runs_per_device: Whether each device calls it for its own rows and heads, because XLA cannot
-            split it.
-    """
-
-    name: str
-    summary: str
+    name: str  # in recipes
+    summary: str  # what it computes, for the documentation
     features: frozenset[AttentionFeature]
-    platforms: tuple[str, ...] = ()
+    platforms: tuple[str, ...] = ()  # that it runs on. Empty for all.
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
-    head_dims: HeadDims = HeadDims()
+    head_multiple: int = 1  # divisor of the head width
+    max_head_dim: int | None = None  # None for no limit
+    hopper_max_head_dim: int | None = None  # on GPUs of compute capability 9.0 or later
+    # Whether `q_chunk_size` and `k_chunk_size` set the scores that exist at the same time
     has_tiles: bool = False
+    # Whether each device calls it for its own rows and heads, because XLA cannot split it
     runs_per_device: bool = False
 
     def score_tile(self, q_chunk_size: int, k_chunk_size: int) -> tuple[int, int] | None:
@@ -278,7 +246,9 @@ KERNEL_SPECS: Mapping[str, KernelSpec] = {
             platforms=("cuda",),
             dtypes=("bfloat16",),
             # The limits of jax's `fused_attention_stablehlo`.
-            head_dims=HeadDims(8, maximum=128, hopper_maximum=256),
+            head_multiple=8,
+            max_head_dim=128,
+            hopper_max_head_dim=256,
             runs_per_device=True,
         ),
         KernelSpec(
@@ -385,9 +355,11 @@ def unmet_needs(spec: KernelSpec, needs: AttentionNeeds, device: DeviceKind) -> 
     yield from missing_features(spec, needs.features)
     if needs.dtype not in spec.dtypes:
         yield f"does not support {needs.dtype}"
-    limit = spec.head_dims.maximum_on(device)
-    if needs.head_dim % spec.head_dims.multiple_of:
-        yield f"needs a head width that is a multiple of {spec.head_dims.multiple_of}, not {needs.head_dim}"
+    limit = spec.max_head_dim
+    if (device.compute_capability or (0, 0)) >= HOPPER:
+        limit = spec.hopper_max_head_dim
+    if needs.head_dim % spec.head_multiple:
+        yield f"needs a head width that is a multiple of {spec.head_multiple}, not {needs.head_dim}"
     elif limit is not None and needs.head_dim > limit:
         yield f"supports heads of up to {limit} elements, not {needs.head_dim}"
 
@@ -418,11 +390,6 @@ def check_saved_scores(policy: RematPolicy, kernel: str) -> None:
         )
         hint = f'`model.remat_policy = "{SAVES_INPUT}"`'
         raise usage_error(what, "the policy saves the scores of all tiles", hint)
-
-
-def check_split_sequence(spec: KernelSpec, num_shards: int) -> None:
-    """Raise UsageError if the mesh splits sequences, and the kernel needs whole ones."""
-    check_features(spec, frozenset({AttentionFeature.SPLIT_SEQUENCE} if num_shards > 1 else ()))
 
 
 def check_features(spec: KernelSpec, features: frozenset[AttentionFeature]) -> None:

@@ -15,8 +15,7 @@ from tests.helpers import runs
 from tests.helpers.shared_steps import SharedResults
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
 from trainer.training import feed
-from trainer.training.optimizers.optimizer import Optimizer, build_optimizer
-from trainer.training.optimizers.rounding import RoundingKey
+from trainer.training.optimizers import Optimizer, RoundingKey, build_optimizer
 from trainer.training.step import StepSetup, TrainState, state_shapes, train_step
 
 STEPS = 20

@@ -28,12 +28,12 @@ from trainer.nn.model_spec import ForwardConfig, build_model
 from trainer.recipe.lr_schedule import LRSchedule
 from trainer.recipe.optimizer_tables import AdamWTable
 from trainer.recipe.tables import Checkpoint, Eval, Log, Recipe, Train
+from trainer.training.checkpoint import round_params
 from trainer.training.evaluation import EvaluationResult
-from trainer.training.loading import round_params
 from trainer.training.logs import RunLog, StepLine, evaluation_line
-from trainer.training.loop_config import LoopConfig
-from trainer.training.optimizers.optimizer import Optimizer
+from trainer.training.optimizers import Optimizer
 from trainer.training.samples import Sample
+from trainer.training.setup import LoopConfig
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
 
 VOCAB, PADDED, LENGTH, N_BLOCKS = 131, 136, 16, 50
@@ -262,8 +262,3 @@ def state_bytes(state: TrainState | Tree) -> dict[str, bytes]:
     """Return the bytes of every leaf of a state or of a part of it, by name."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     return {leaf_name(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
-
-
-def never_stop() -> str:
-    """Return no stop reason."""
-    return ""

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import pytest
 
-from trainer.distributed.compiled_function import CompiledFunction
+from trainer.distributed.compilation import CompiledFunction
 from trainer.generation import generator
 from trainer.nn.model_spec import ForwardConfig
 from trainer.training import evaluation, loop

@@ -23,8 +23,8 @@ from prepcli.algebra.boxes import Box, Range, volume
 from prepcli.core.errors import PrepError
 from prepcli.engine.checkpoint_store import CheckpointReader
 from prepcli.models.mesh import MeshAxes
-from trainer.distributed.hosts import kernel_id
-from trainer.distributed.tree_sum import dim_axes
+from trainer.distributed.agreement import kernel_id
+from trainer.distributed.sharding import dim_axes
 
 # Bytes of a slice: on one device after an exchange, or on all devices of a process without an exchange.
 SLICE_NBYTES = 16 << 20
@@ -42,30 +42,22 @@ class SlicePlan:
 
     All slices are sharded arrays of one shape. Devices that keep different indices of a dim have theirs one after
     another along it. Rows of a slice beyond the end of a shard or of the leaf have no values.
-
-    Attributes:
-        shape: Shape of the leaf.
-        sharding: Sharding of the leaf.
-        row_dim: Dim of the rows.
-        extents: Number of indices of each dim that the slices cover: the extent of a shard if devices keep the split of
-            the dim, or the extent of the leaf.
-        steps: Number of these indices in one slice.
-        parts: Sharding of a slice after the read.
-        placed: Sharding of a slice after the exchange.
-        moves: Mesh axes along which devices exchange parts, in this order. Each has the dim that it splits instead of
-            the rows, or None if all devices along it receive the same rows.
-        reader: Number of the device that reads the whole leaf. None if devices divide the rows.
     """
 
-    shape: tuple[int, ...]
-    sharding: Sharding
-    row_dim: int
+    shape: tuple[int, ...]  # Shape of the leaf
+    sharding: Sharding  # Sharding of the leaf
+    row_dim: int  # Dim of the rows
+    # Number of indices of each dim that the slices cover: the extent of a shard if devices keep the split of the
+    # dim, or the extent of the leaf
     extents: tuple[int, ...]
-    steps: tuple[int, ...]
-    parts: Sharding
-    placed: Sharding
+    steps: tuple[int, ...]  # Number of these indices in one slice
+    parts: Sharding  # Sharding of a slice after the read
+    placed: Sharding  # Sharding of a slice after the exchange
+    # Mesh axes along which devices exchange parts, in this order. Each has the dim that it splits instead of the
+    # rows, or None if all devices along it receive the same rows.
     moves: tuple[tuple[str, int | None], ...] = ()
-    # Plans of equal leaves are equal, so that they share programs.
+    # Number of the device that reads the whole leaf. None if devices divide the rows. Plans of equal leaves are equal,
+    # so that they share programs.
     reader: int | None = field(default=None, compare=False)
 
     @property
@@ -254,12 +246,7 @@ def _broadcast_plan(name: str, shape: tuple[int, ...], sharding: NamedSharding) 
 
 
 def _best_plan(plans: Sequence[SlicePlan], itemsize: int) -> SlicePlan | None:
-    """Return the fastest of some plans with one unit per part, after an increase of its parts.
-
-    Args:
-        plans: A plan for each possible row dim. The first one has the longest byte ranges.
-        itemsize: Bytes in memory per element of a slice on a device.
-    """
+    """Return the fastest of some plans with one unit per part, after an increase of its parts."""
     best: tuple[tuple[int, int], SlicePlan] | None = None
     for plan in plans:
         part_shape = plan.parts.shard_shape(plan.slice_shape)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
 import socket
 import time
@@ -20,7 +21,12 @@ from typing import Any
 
 from prepcli.core.errors import PrepError
 from prepcli.core.process_address import ProcessAddress, is_loopback, split_host_port
-from trainer.distributed.hosts import process_place
+
+
+def process_place() -> str:
+    """Return the host and the id of this process, as messages show them."""
+    return f"{socket.gethostname()}, pid {os.getpid()}"
+
 
 PROTOCOL = "prep-1"
 # Any program on the network may connect and send data without a line end. A process sends a host
@@ -41,25 +47,15 @@ MAX_NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    """A connected process.
+    """A connected process."""
 
-    Attributes:
-        index: Index of the process in its job.
-        count: Number of processes of its job.
-        ip: IP address of its connection.
-        place: Its host and process id. Its IP address if it did not send them.
-        job: Name of its job. Empty if it is unknown.
-        settings_digest: Digest of its settings. Empty if it is unknown.
-        connection: Connection to it.
-    """
-
-    index: int
-    count: int
-    ip: str
-    place: str
-    job: str
-    settings_digest: str
-    connection: socket.socket
+    index: int  # Index of the process in its job
+    count: int  # Number of processes of its job
+    ip: str  # IP address of its connection
+    place: str  # Its host and process id. Its IP address if it did not send them.
+    job: str  # Name of its job. Empty if it is unknown.
+    settings_digest: str  # Digest of its settings. Empty if it is unknown.
+    connection: socket.socket  # Connection to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +84,24 @@ def meet_processes(address: ProcessAddress, timeout_s: float) -> dict[int, str]:
     if address.index:
         places = {0: _report_to_process_0(address, deadline, timeout_s=timeout_s)}
     else:
-        places = _gather_processes(_Meeting(address), deadline, timeout_s=timeout_s)
+        meeting = _Meeting(address)
+        peers = meeting.peers
+        error: PrepError | None = None
+        with contextlib.ExitStack() as connections:
+            # The socket closes before the verdicts are sent: jax's service then listens on the same port.
+            with _open_listener(address) as listener:
+                while len(peers) < address.count - 1 and error is None:
+                    peer = _accept_peer(listener, deadline)
+                    if peer is None:
+                        error = _missing_error(meeting, timeout_s)
+                    else:
+                        connections.enter_context(peer.connection)
+                        error = _add_peer(meeting, peer)
+            for peer in peers.values():
+                _send_verdict(peer, error)
+        if error is not None:
+            raise error
+        places = {index: peer.place for index, peer in peers.items()}
     return places | {address.index: process_place()}
 
 
@@ -101,28 +114,6 @@ def index_ranges(indices: Iterable[int]) -> str:
         else:
             ranges.append((index, index))
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
-
-
-def _gather_processes(meeting: _Meeting, deadline: float, *, timeout_s: float) -> dict[int, str]:
-    """Accept all other processes, send each the verdict, and return their places. Raise an error verdict."""
-    peers = meeting.peers
-    count = meeting.address.count
-    error: PrepError | None = None
-    with contextlib.ExitStack() as connections:
-        # The socket closes before the verdicts are sent: jax's service then listens on the same port.
-        with _open_listener(meeting.address) as listener:
-            while len(peers) < count - 1 and error is None:
-                peer = _accept_peer(listener, deadline)
-                if peer is None:
-                    error = _missing_error(meeting, timeout_s)
-                else:
-                    connections.enter_context(peer.connection)
-                    error = _add_peer(meeting, peer)
-        for peer in peers.values():
-            _send_verdict(peer, error)
-    if error is not None:
-        raise error
-    return {index: peer.place for index, peer in peers.items()}
 
 
 def _add_peer(meeting: _Meeting, peer: _Peer) -> PrepError | None:
@@ -157,11 +148,6 @@ def _find_stranger(peer: _Peer, other: _Peer | None, address: ProcessAddress) ->
     """Return the process of another job, of two processes with the same index.
 
     None if no job is known to differ.
-
-    Args:
-        peer: The process that connected last.
-        other: A connected process with the same index. None if there is none.
-        address: Process 0.
     """
     if peer.job and address.job and peer.job != address.job:
         return peer
@@ -189,7 +175,13 @@ def _job_text(job: str) -> str:
 
 def _open_listener(address: ProcessAddress) -> socket.socket:
     """Return a socket that listens on the port of process 0 on all interfaces."""
-    _allow_open_files(address.count + SPARE_FILES)
+    # Every connection counts towards the soft limit of open files.
+    count = address.count + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     _, port = split_host_port(address.coordinator)
     has_both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if has_both else socket.AF_INET
@@ -201,15 +193,6 @@ def _open_listener(address: ProcessAddress) -> socket.socket:
         why = error.strerror or str(error)
         hint = "set another port with `cluster.host0_port`"
         raise PrepError(f"process 0 cannot listen on port {port}", why, hint) from error
-
-
-def _allow_open_files(count: int) -> None:
-    """Raise the soft limit of open files, which every connection counts towards."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < count:
-        limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def _accept_peer(listener: socket.socket, deadline: float) -> _Peer | None:
@@ -358,11 +341,7 @@ def _send_verdict(peer: _Peer, error: PrepError | None) -> None:
 
 
 def _read_line(connection: socket.socket, deadline: float) -> bytes:
-    """Return a line of at most MAX_LINE_BYTES.
-
-    Raises:
-        OSError: The connection ends, or the time of the deadline has come, before the line does.
-    """
+    """Return a line of at most MAX_LINE_BYTES."""
     line = b""
     while not line.endswith(b"\n"):
         # A timeout of 0 would make the socket non-blocking.

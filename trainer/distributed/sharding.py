@@ -1,4 +1,4 @@
-"""The device mesh of a run in JAX: shardings of parameters and sharding constraints of activations."""
+"""The device mesh of a run in JAX: devices in order, shardings of parameters and activations, the order of tokens."""
 
 from __future__ import annotations
 
@@ -8,11 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
+from jax import Array
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from prepcli.core.errors import Key, Option, PrepError, text, usage_error
 from prepcli.models import mesh as meshes
-from prepcli.models.mesh import ONE_SLICE, Mesh, MeshAxes, SliceCounts, check_slices
+from prepcli.models.activation_memory import RING_BLOCKS, check_ring_blocks
+from prepcli.models.attention_kernels import DeviceKind
+from prepcli.models.mesh import (
+    DCN_KEY,
+    ONE_SLICE,
+    Mesh,
+    MeshAxes,
+    SliceCounts,
+    check_slices,
+    num_slices,
+)
 from prepcli.models.param_tree import ParamLeaf
 from prepcli.models.partition import (
     Spec,
@@ -25,8 +38,97 @@ from prepcli.models.partition import (
     partition_spec,
 )
 from prepcli.models.rules import DEFAULT_RULES, Rules, activation_rules, unsplit_if_indivisible
-from trainer.distributed.device_grid import arrange_devices
 from trainer.distributed.devices import all_devices, local_devices
+
+
+def arrange_devices(
+    mesh: Mesh, devices: Sequence[Any], slices: SliceCounts = ONE_SLICE
+) -> np.ndarray:
+    """Arrange devices in the shape of a mesh.
+
+    The devices of a slice are placed by its topology, or in plain order if the mesh asks for it. Along an axis of n
+    devices over s slices, each run of n / s devices is in one slice.
+
+    Args:
+        mesh: The mesh, without an axis of size -1.
+        devices: The devices, slice by slice.
+        slices: Number of slices along each axis.
+
+    Returns:
+        Array of devices with the shape of the mesh.
+
+    Raises:
+        UsageError: The devices are not in that number of slices.
+    """
+    if not slices and (mesh.plain_order or devices[0].platform != "tpu"):
+        # The runtime of GPUs counts each host as a slice. Only TPUs of several slices have no common topology.
+        return _arrange_slice(mesh.sizes, devices, plain_order=mesh.plain_order)
+    groups = _devices_by_slice(devices, num_slices(slices))
+    outer = [slices.get(axis, 1) for axis in mesh.names]
+    inner = [size // count for size, count in zip(mesh.sizes, outer)]
+    grids = np.empty((len(groups), *inner), object)
+    for number, group in enumerate(groups):
+        grids[number] = _arrange_slice(inner, group, plain_order=mesh.plain_order)
+    # Put each inner axis after its outer one: along an axis, a slice ends before the next begins.
+    # E.g. the mesh dp 4, mp 2 over 2 slices along dp: [2, 1, 2, 2] -> [2, 2, 1, 2] -> [4, 2].
+    axes: list[int] = []
+    for axis in range(len(outer)):
+        axes += [axis, len(outer) + axis]
+    return grids.reshape(*outer, *inner).transpose(axes).reshape(mesh.sizes)
+
+
+def _arrange_slice(
+    shape: Sequence[int], devices: Sequence[Any], *, plain_order: bool
+) -> np.ndarray:
+    """Arrange the devices of one slice in a shape.
+
+    `jax.make_mesh` (jax 0.10.2) splits a physical axis over several mesh axes on v5e alone. On a v6e of 16x16 it
+    therefore refuses 64,4. Shapes that need no split get the same order from both functions.
+    """
+    # The network of a slice is a torus, e.g. [16, 16]. Without a split each mesh axis is a product of
+    # whole physical axes. The mesh 64,4 needs 64 = 16 * 4: one physical axis and a part of the other.
+    if plain_order:
+        return np.array(devices).reshape(shape)
+    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+
+
+def _devices_by_slice(devices: Sequence[Any], count: int) -> list[list[Any]]:
+    """Divide devices by their slice.
+
+    The runtime of GPUs reports each host, or each group of hosts with NVLink, as a slice. A slice
+    of the recipe may consist of several of these. The devices are then divided in order, by whole
+    hosts. Devices of a runtime with a single slice are divided in the same way.
+    """
+    by_index: dict[int, list[Any]] = {}
+    for device in devices:
+        by_index.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    sizes = {len(group) for group in by_index.values()}
+    if len(by_index) == count and len(sizes) == 1:
+        return [by_index[index] for index in sorted(by_index)]
+    if len(by_index) == 1 or devices[0].platform != "tpu":
+        return _devices_by_hosts(devices, count)
+    what = f"`{DCN_KEY}` has {count} slice{'s' if count > 1 else ''}"
+    hint = text("{}", Key(DCN_KEY, f"dp:{len(by_index)}", is_override=True))
+    raise usage_error(what, f"the devices form {len(by_index)} slices", hint)
+
+
+def _devices_by_hosts(devices: Sequence[Any], count: int) -> list[list[Any]]:
+    """Divide devices in order into groups of whole hosts, or the devices of one host into equal groups."""
+    size = len(devices) // count
+    groups = [list(devices[start : start + size]) for start in range(0, len(devices), size)]
+    hosts: list[set[int]] = []
+    for group in groups:
+        hosts.append({device.process_index for device in group})
+    num_hosts = len(set().union(*hosts))
+    # The sum counts a host once per group, e.g. 4 for the groups {0, 1} and {1, 2} of 3 hosts. It
+    # equals the number of hosts only if no host is in two groups.
+    if num_hosts == 1 or sum(map(len, hosts)) == num_hosts:
+        return groups
+    what = f"`{DCN_KEY}` has {count} slices of {size} devices"
+    raise usage_error(
+        what, "a host would be in two slices", "use a number of slices that divides the hosts"
+    )
+
 
 # Name for an axis of an activation that no rule splits.
 UNSPLIT = ""
@@ -42,16 +144,11 @@ HOST_MEMORY = "pinned_host"
 # Compared by identity, so that jit caches functions of it.
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardingContext:
-    """A device mesh with the sharding rules of a run.
+    """A device mesh with the sharding rules of a run."""
 
-    Attributes:
-        mesh: The mesh as the recipe names it. None for one device.
-        rules: Partition rules.
-        device_mesh: The mesh on JAX devices. None if only specs are needed, or for one device.
-    """
-
-    mesh: Mesh | None = None
-    rules: Rules = DEFAULT_RULES
+    mesh: Mesh | None = None  # The mesh as the recipe names it. None for one device.
+    rules: Rules = DEFAULT_RULES  # Partition rules
+    # The mesh on JAX devices. None if only specs are needed, or for one device.
     device_mesh: jax.sharding.Mesh | None = None
 
     def param_sharding(self, leaf: ParamLeaf) -> NamedSharding | None:
@@ -282,3 +379,88 @@ def catch_out_of_memory(hint: str = TRAINING_MEMORY_HINT) -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise PrepError("out of device memory", str(error).partition("\n")[0], hint) from error
+
+
+def device_kind(sharding: ShardingContext) -> DeviceKind:
+    """Return the kind of devices in a mesh. Without a mesh it is the kind of JAX's default device."""
+    mesh = sharding.device_mesh
+    return kind_of_device(local_devices()[0] if mesh is None else mesh.devices.flat[0])
+
+
+def kind_of_device(device: Any) -> DeviceKind:
+    """Return the kind of a JAX device. JAX calls all GPUs `gpu`."""
+    if device.platform != "gpu":
+        return DeviceKind(device.platform)
+    if "cuda" not in device.client.platform_version:
+        return DeviceKind("rocm")
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    is_known = major.isdecimal() and minor.isdecimal()
+    return DeviceKind("cuda", (int(major), int(minor)) if is_known else None)
+
+
+def peak_memory_nbytes(sharding: ShardingContext) -> int | None:
+    """Return the highest memory in use on a device of this process since its start.
+
+    None if the devices do not count it, as CPUs do not.
+    """
+    if sharding.device_mesh is None:
+        return None
+    stats = [device.memory_stats() or {} for device in sharding.device_mesh.local_devices]
+    peaks = [
+        int(device_stats["peak_bytes_in_use"])
+        for device_stats in stats
+        if "peak_bytes_in_use" in device_stats
+    ]
+    return max(peaks, default=None)
+
+
+def zigzag_order(length: int, sharding: ShardingContext) -> np.ndarray:
+    """Return the position of the token in each column of a row.
+
+    Without a split of tokens the order is 0 to `length` - 1. Otherwise the row is cut into 2n equal
+    blocks for n shards, and shard i holds blocks i and 2n - 1 - i (zigzag ring attention).
+
+    Args:
+        length: Tokens of a row.
+        sharding: The device mesh.
+
+    Returns:
+        int32 [length].
+
+    Raises:
+        UsageError: The mesh does not divide the row into such blocks.
+    """
+    positions = np.arange(length, dtype=np.int32)
+    num_shards = sharding.sequence_parallel_size
+    if num_shards == 1:
+        return positions
+    check_ring_blocks(length, num_shards)
+    # Under a causal mask block b sees b earlier blocks, so consecutive blocks would leave shard 0
+    # almost idle. A pair (i, 2n - 1 - i) sees 2n - 1 earlier blocks for every i.
+    # Example: 8 tokens on n = 2 shards are the blocks [0 1] [2 3] [4 5] [6 7]. Shard 0 holds blocks
+    # 0 and 3, shard 1 holds blocks 1 and 2: the columns are 0 1 6 7 | 2 3 4 5.
+    blocks = positions.reshape(RING_BLOCKS * num_shards, -1)
+    first = blocks[:num_shards]
+    last = blocks[num_shards:][::-1]
+    return np.stack([first, last], axis=1).reshape(-1)
+
+
+def order_tokens(x: Array, sharding: ShardingContext) -> Array:
+    """Reorder an array [T, ...] of positions 0 to T - 1 to the order of columns."""
+    if sharding.sequence_parallel_size == 1:
+        return x
+    return x[zigzag_order(len(x), sharding)]
+
+
+def dim_axes(spec: PartitionSpec, ndim: int) -> list[MeshAxes]:
+    """Return the mesh axes that split each dim of an array."""
+    entries = (*spec, *(None,) * (ndim - len(spec)))
+    axes: list[MeshAxes] = []
+    for entry in entries:
+        if entry is None:
+            axes.append(())
+        elif isinstance(entry, tuple):
+            axes.append(entry)
+        else:
+            axes.append((entry,))
+    return axes

@@ -36,16 +36,11 @@ Tensors = dict[str, Array]
 
 @dataclass(frozen=True, slots=True)
 class LeafMap:
-    """A leaf of a tree and the tensors that it stores.
+    """A leaf of a tree and the tensors that it stores."""
 
-    Attributes:
-        path: Path of the leaf.
-        axis_map: Its axis map.
-        unscanned: Index of each layer atom with a leaf per index, e.g. `("layers", 3)`.
-    """
-
-    path: str
-    axis_map: AxisMap
+    path: str  # Path of the leaf
+    axis_map: AxisMap  # Its axis map
+    # Index of each layer atom with a leaf per index, e.g. `("layers", 3)`.
     unscanned: tuple[tuple[str, int], ...] = ()
 
     def tensors(self) -> Iterator[tuple[str, dict[str, int]]]:
@@ -133,14 +128,7 @@ def _rearrange(
     targets: tuple[LeafMap, ...],
     copies: tuple[tuple[str, str], ...] = (),
 ) -> dict[str, Array]:
-    """Return the leaves of another tree.
-
-    Args:
-        leaves: Leaves of a tree, by path.
-        sources: Their tensors.
-        targets: The leaves of the other tree.
-        copies: Names of tensors without a leaf, and of the tensor that each one equals.
-    """
+    """Return the leaves of another tree."""
     tensors = Tensors()
     for source in sources:
         _scatter_leaf(leaves[source.path], source, tensors)

@@ -24,12 +24,11 @@ from prepcli.models.token_rules import NO_RULES, TokenRules
 from trainer.generation.sampling import Sampling, sample_tokens
 from trainer.generation.token_rules import DecodedTokens, apply_token_rules
 from trainer.nn import transformer
-from trainer.nn.attention_mask import AttentionMask, EncoderOutput
+from trainer.nn.attention_mask import AttentionMask, EncoderOutput, rotary_cos_sin_at
 from trainer.nn.cache import STATE, KVCache, empty_kv_cache, empty_recurrent_cache
 from trainer.nn.embedding import embed_tokens, layer_inputs
 from trainer.nn.layer_stack import run_stack
 from trainer.nn.model_spec import AttentionOptions, ForwardConfig, ModelSpec
-from trainer.nn.position_encoding import rotary_cos_sin_at
 
 # End of the path of the projection of keys.
 KEYS = "attn.k.weight"

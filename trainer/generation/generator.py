@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from prepcli.core.errors import Option, text, usage_error
 from prepcli.models.param_tree import Tree
-from trainer.distributed.compiled_function import CompiledFunction
+from trainer.distributed.compilation import CompiledFunction
 from trainer.distributed.sharding import ShardingContext
 from trainer.generation import decode
 from trainer.generation.decode import DecodeState, GenerationConfig, PromptBatch

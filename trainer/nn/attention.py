@@ -26,13 +26,12 @@ from jax import Array, nn
 
 from prepcli.models.architecture import LAMBDA_VECTORS, NO_CLIP, ArchConfig
 from trainer.distributed.sharding import UNSPLIT, ShardingContext
-from trainer.nn.attention_mask import KV
+from trainer.nn.attention_mask import KV, CosSin, apply_rotary
 from trainer.nn.cache import KVCache
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import DropoutSite
 from trainer.nn.kernels import attend
 from trainer.nn.model_spec import name_activation
-from trainer.nn.position_encoding import CosSin, apply_rotary
 from trainer.nn.projections import (
     NO_PARAMETERS,
     Leaves,
@@ -436,13 +435,7 @@ def project_kv(x: Array, weights: Projections, context: LayerContext) -> KV:
 
 
 def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: int) -> TokenFunction:
-    """Return a function that projects [B, T, D] to queries, keys, values or gates, in chunks of tokens.
-
-    Args:
-        names: The projections, of "q", "k", "v" and GATE.
-        context: Inputs of the layer.
-        num_tokens: T.
-    """
+    """Return a function that projects [B, T, D] to queries, keys, values or gates, in chunks of tokens."""
     arch_config = context.arch_config
     sharding = context.sharding
     is_interleaved = arch_config.rotary_pairs == "interleaved"

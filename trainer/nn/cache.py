@@ -39,15 +39,12 @@ class RecurrentCache(NamedTuple):
     """The states of all recurrent layers.
 
     `layer` is an array, so that one compiled step serves all layers.
-
-    Attributes:
-        states: Name -> [layers, B, ...]: the inputs of a convolution [layers, B, L - 1, channels], and STATE, float32
-            [layers, B, G, R, N, P], or [layers, B, channels, N] in Mamba.
-        layer: int32 [], the layer that is read and written next.
     """
 
+    # Name -> [layers, B, ...]: the inputs of a convolution [layers, B, L - 1, channels], and STATE, float32
+    # [layers, B, G, R, N, P], or [layers, B, channels, N] in Mamba
     states: Mapping[str, Array]
-    layer: Array
+    layer: Array  # int32 [], the layer that is read and written next
 
     def read(self) -> dict[str, Array]:
         """Return the states of the next layer."""
@@ -96,16 +93,11 @@ class KVStack(NamedTuple):
     """Keys and values of layers with the same number of slots.
 
     `layer` is an array, so that one compiled step serves all layers.
-
-    Attributes:
-        keys: [layers, B, S, K, E].
-        values: Like `keys`, in latent attention of another width.
-        layer: int32 [], the layer of the stack that is written next.
     """
 
-    keys: Array
-    values: Array
-    layer: Array
+    keys: Array  # [layers, B, S, K, E]
+    values: Array  # Like `keys`, in latent attention of another width
+    layer: Array  # int32 [], the layer of the stack that is written next
 
     def write(self, new: KV, slot: Array, sharding: ShardingContext) -> tuple[KVStack, KV]:
         """Write keys and values [B, T, K, E] into the next layer, starting at `slot`.
@@ -136,19 +128,16 @@ class KVCache:
     """Keys and values of all layers. Layers are appended to in order.
 
     `length` is an array, so that one compiled step serves all slots.
-
-    Attributes:
-        stacks: The layers by their sliding window. Each has `num_slots` slots, or as many as a shorter window.
-        length: int32 [], the number of tokens per row so far.
-        num_slots: Maximum number of tokens per row. 0 if keys and values are not kept for later tokens.
-        recurrent: States of layers with a recurrent mixer. None if the model has no such layers.
-        shared: Sliding window -> keys and values of an earlier layer of the step that layers with the window reuse.
     """
 
+    # The layers by their sliding window. Each has `num_slots` slots, or as many as a shorter window.
     stacks: Mapping[int, KVStack]
-    length: Array
+    length: Array  # int32 [], the number of tokens per row so far
+    # Maximum number of tokens per row. 0 if keys and values are not kept for later tokens.
     num_slots: int
+    # States of layers with a recurrent mixer. None if the model has no such layers.
     recurrent: RecurrentCache | None = None
+    # Sliding window -> keys and values of an earlier layer of the step that layers with the window reuse
     shared: Mapping[int, KV] = field(default_factory=dict[int, KV])
 
     @property

@@ -21,13 +21,11 @@ from prepcli.models.layer_config import Alibi, RelativePositionBias
 from prepcli.models.lora import LORA_B
 from prepcli.models.param_tree import Tree
 from prepcli.models.rope_config import Rope
-from trainer.distributed.sharding import ShardingContext
-from trainer.distributed.zigzag_order import order_tokens
-from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput
+from trainer.distributed.sharding import ShardingContext, order_tokens
+from trainer.nn.attention_mask import KV, AttentionMask, CosSin, EncoderOutput, ScoreBias
 from trainer.nn.cache import KVCache
 from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout, RandomKey, drop
 from trainer.nn.model_spec import AttentionOptions, ForwardConfig, ModelSpec
-from trainer.nn.position_encoding import CosSin, ScoreBias
 from trainer.nn.projections import LORA_DROPOUT, scale_by
 
 # Entries in a layer's weights that are not parameters. They differ between layers, so a scan over
@@ -42,37 +40,28 @@ RELATIVE_POSITIONS = "relative_positions"
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """The context in which a layer runs.
+    """The context in which a layer runs."""
 
-    Attributes:
-        arch_config: The choices of the layers.
-        mask: Visible keys, rotary embedding and score bias of self-attention.
-        sharding: The device mesh and its rules.
-        kv_cache: Cache that keys and values are appended to. Without one, the layer attends to its
-            own input.
-        encoder_output: Input of cross-attention, if the model has an encoder.
-        attention_options: The kernel that computes attention, and its tiles.
-        ffn_chunk_size: Tokens of a device per row of a chunk of the MLP and of attention's
-            projections. -1 means all.
-        document_positions: int32 [B, T], the position of each token in its document, for recurrent mixers. None if
-            each row is one document.
-        dropout: Random masks of the layer. None means no dropout.
-        key_values: Whether the layer has its own keys and values.
-        layer_input: [B, T, P], the input of the layer from its tokens. None if it has none.
-        initial_lambda: float32 [], the initial lambda of differential attention. None for other attention.
-    """
-
-    arch_config: ArchConfig
-    mask: AttentionMask
+    arch_config: ArchConfig  # The choices of the layers
+    mask: AttentionMask  # Visible keys, rotary embedding and score bias of self-attention
+    # The device mesh and its rules
     sharding: ShardingContext = field(default_factory=ShardingContext)
+    # Cache that keys and values are appended to. Without one, the layer attends to its own input.
     kv_cache: KVCache | None = None
+    # Input of cross-attention, if the model has an encoder
     encoder_output: EncoderOutput | None = None
+    # The kernel that computes attention, and its tiles
     attention_options: AttentionOptions = field(default_factory=AttentionOptions)
+    # Tokens of a device per row of a chunk of the MLP and of attention's projections. -1 means all.
     ffn_chunk_size: int = -1
+    # int32 [B, T], the position of each token in its document, for recurrent mixers. None if each row is one
+    # document.
     document_positions: Array | None = None
-    dropout: LayerDropout | None = None
-    key_values: KeyValueRole = "own"
+    dropout: LayerDropout | None = None  # Random masks of the layer. None means no dropout.
+    key_values: KeyValueRole = "own"  # Whether the layer has its own keys and values
+    # [B, T, P], the input of the layer from its tokens. None if it has none.
     layer_input: Array | None = None
+    # float32 [], the initial lambda of differential attention. None for other attention.
     initial_lambda: Array | None = None
 
     def residual_update(self, output: Array, site: DropoutSite) -> Array:
@@ -85,33 +74,25 @@ class LayerContext:
 
 @dataclass(frozen=True, slots=True)
 class StackContext:
-    """The context in which all layers of the encoder or decoder run.
+    """The context in which all layers of the encoder or decoder run."""
 
-    Attributes:
-        name: Key of the stack in the parameters: "encoder" or "decoder" in a model with both. Empty
-            in a decoder-only model, where the stack is the whole tree.
-        model: The model.
-        arch_config: The choices of the layers of this stack.
-        forward_config: Execution options.
-        mask: Positions of queries and keys, and the score bias. `for_layer` sets the window, the
-            rotary embedding and the score scale of each layer.
-        cos_sin_by_rope: Rotary cosine and sine for each of the architecture's `ropes`.
-        encoder_output: Input of cross-attention in all layers, if the model has an encoder.
-        document_positions: int32 [B, T], the position of each token in its document. None if each row is one
-            document.
-        dropout: Random masks of the stack. None means no dropout.
-        layer_inputs: [layers, B, T, P], the inputs of each layer from its tokens. None if it has none.
-    """
-
+    # Key of the stack in the parameters: "encoder" or "decoder" in a model with both. Empty in a decoder-only
+    # model, where the stack is the whole tree.
     name: str
-    model: ModelSpec
-    arch_config: ArchConfig
-    forward_config: ForwardConfig
+    model: ModelSpec  # The model
+    arch_config: ArchConfig  # The choices of the layers of this stack
+    forward_config: ForwardConfig  # Execution options
+    # Positions of queries and keys, and the score bias. `for_layer` sets the window, the rotary embedding and the
+    # score scale of each layer.
     mask: AttentionMask
+    # Rotary cosine and sine for each of the architecture's `ropes`
     cos_sin_by_rope: Mapping[Rope, CosSin] = field(default_factory=dict[Rope, CosSin])
+    # Input of cross-attention in all layers, if the model has an encoder
     encoder_output: EncoderOutput | None = None
+    # int32 [B, T], the position of each token in its document. None if each row is one document.
     document_positions: Array | None = None
-    dropout: Dropout | None = None
+    dropout: Dropout | None = None  # Random masks of the stack. None means no dropout.
+    # [layers, B, T, P], the inputs of each layer from its tokens. None if it has none.
     layer_inputs: Array | None = None
 
     def for_layer(self, kind: LayerKind, weights: Tree, kv_cache: KVCache | None) -> LayerContext:
@@ -194,15 +175,10 @@ SOURCE_PROJECTIONS = ("cross.k", "cross.v")
 @partial(jax.tree_util.register_dataclass, data_fields=["keys"], meta_fields=["rate"])
 @dataclass(frozen=True, slots=True)
 class AdapterDropout:
-    """The random masks of the input of one adapter in one layer.
+    """The random masks of the input of one adapter in one layer."""
 
-    Attributes:
-        keys: Key of each token [B, T].
-        rate: Fraction of the elements to drop.
-    """
-
-    keys: RandomKey
-    rate: float
+    keys: RandomKey  # Key of each token [B, T]
+    rate: float  # Fraction of the elements to drop
 
     def apply(self, x: Array) -> Array:
         """Drop elements of an input [B, T, *in], and scale the rest by 1 / (1 - rate)."""

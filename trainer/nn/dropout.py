@@ -131,17 +131,11 @@ class DropoutSite(IntEnum):
 )
 @dataclass(frozen=True, slots=True)
 class AttentionDropout:
-    """Dropout of the attention probabilities of one layer.
+    """Dropout of the attention probabilities of one layer."""
 
-    Attributes:
-        row_keys: Key of each row [B].
-        head_ids: Index of each query head in the model, uint32 [H].
-        rate: Fraction of the probabilities to drop.
-    """
-
-    row_keys: RandomKey
-    head_ids: Array
-    rate: float
+    row_keys: RandomKey  # Key of each row [B]
+    head_ids: Array  # Index of each query head in the model, uint32 [H]
+    rate: float  # Fraction of the probabilities to drop
 
     def for_queries(self, q_positions: Array) -> QueryDropout:
         """Return the dropout of the probabilities of queries at int32 [T], or [B or 1, T] if rows differ."""
@@ -152,15 +146,10 @@ class AttentionDropout:
 @partial(jax.tree_util.register_dataclass, data_fields=["keys"], meta_fields=["rate"])
 @dataclass(frozen=True, slots=True)
 class QueryDropout:
-    """Dropout of the attention probabilities of all queries, or of a tile of queries.
+    """Dropout of the attention probabilities of all queries, or of a tile of queries."""
 
-    Attributes:
-        keys: Key of each query and head [B, T, H].
-        rate: Fraction of the probabilities to drop.
-    """
-
-    keys: RandomKey
-    rate: float
+    keys: RandomKey  # Key of each query and head [B, T, H]
+    rate: float  # Fraction of the probabilities to drop
 
     def apply(self, x: Array, kv_positions: Array) -> Array:
         """Drop elements of the probabilities, and scale the rest by 1 / (1 - rate).
@@ -176,17 +165,11 @@ class QueryDropout:
 
 @dataclass(frozen=True, slots=True)
 class LayerDropout:
-    """The random masks of one layer in one step.
+    """The random masks of one layer in one step."""
 
-    Attributes:
-        config: The rates.
-        row_keys: Key of each site and row [SITES_PER_LAYER, B].
-        positions: Position of each token, int32 [T], or [B, T] if rows differ.
-    """
-
-    config: DropoutConfig
-    row_keys: RandomKey
-    positions: Array
+    config: DropoutConfig  # The rates
+    row_keys: RandomKey  # Key of each site and row [SITES_PER_LAYER, B]
+    positions: Array  # Position of each token, int32 [T], or [B, T] if rows differ
 
     def attention(self, site: DropoutSite, num_heads: int) -> AttentionDropout | None:
         """Return the dropout of attention probabilities. None if the rate is 0."""
@@ -215,17 +198,11 @@ class LayerDropout:
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """The random masks of a stack of layers in one step.
+    """The random masks of a stack of layers in one step."""
 
-    Attributes:
-        config: The rates.
-        key: Key of the seed, the step and the stack, [].
-        row_ids: Index of each row in the batch of the step, uint32 [B].
-    """
-
-    config: DropoutConfig
-    key: RandomKey
-    row_ids: Array
+    config: DropoutConfig  # The rates
+    key: RandomKey  # Key of the seed, the step and the stack, []
+    row_ids: Array  # Index of each row in the batch of the step, uint32 [B]
 
     def for_stack(self, stack: Stack) -> Dropout:
         """Derive the random masks of a stack from the masks of the step."""

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from prepcli.models.param_tree import Tree
-from trainer.distributed.sharding import UNSPLIT, ShardingContext
-from trainer.distributed.zigzag_order import order_tokens
+from trainer.distributed.sharding import UNSPLIT, ShardingContext, order_tokens
+from trainer.nn.attention_mask import sinusoidal_positions
 from trainer.nn.block import shard_residual
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
-from trainer.nn.position_encoding import sinusoidal_positions
 from trainer.nn.projections import Projections, linear, norm
 from trainer.nn.token_chunks import over_token_chunks
 

@@ -59,18 +59,12 @@ Experts = Mapping[str, Array]
 # Compared by identity: a static argument of jit has to be hashable.
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertSharding:
-    """The mesh axes of an MoE layer's tokens and experts.
+    """The mesh axes of an MoE layer's tokens and experts."""
 
-    Attributes:
-        device_mesh: The device mesh. None for one device.
-        row_axes: Axes that split the rows of the batch.
-        column_axes: Axes that split the tokens of a row.
-        weight_axes: Axes of each dim of the stacked leaves, by path.
-    """
-
-    device_mesh: jax.sharding.Mesh | None = None
-    row_axes: MeshAxes = ()
-    column_axes: MeshAxes = ()
+    device_mesh: jax.sharding.Mesh | None = None  # The device mesh. None for one device.
+    row_axes: MeshAxes = ()  # Axes that split the rows of the batch
+    column_axes: MeshAxes = ()  # Axes that split the tokens of a row
+    # Axes of each dim of the stacked leaves, by path
     weight_axes: Mapping[str, tuple[MeshAxes, ...]] = field(
         default_factory=lambda: {path: ((),) * len(dims) for path, dims in EXPERT_DIMS.items()}
     )
@@ -209,47 +203,28 @@ Carry = TypeVar("Carry")
 
 
 class Routing(NamedTuple):
-    """The experts of each token.
+    """The experts of each token."""
 
-    Attributes:
-        weights: Weight of each expert, float32 [..., K].
-        experts: Index of each expert, int32 [..., K].
-    """
-
-    weights: Array
-    experts: Array
+    weights: Array  # Weight of each expert, float32 [..., K]
+    experts: Array  # Index of each expert, int32 [..., K]
 
 
 class _SortedRows(NamedTuple):
-    """Assignments sorted by expert.
+    """Assignments sorted by expert."""
 
-    Attributes:
-        token_ids: Token of each row [A + R]. The last R rows are padding.
-        weights: Routing weight of each row [A + R].
-        row_ids: Row of each assignment [N, K].
-        bounds: First row of each expert, and the end of the last [E + 1].
-    """
-
-    token_ids: Array
-    weights: Array
-    row_ids: Array
-    bounds: Array
+    token_ids: Array  # Token of each row [A + R]. The last R rows are padding.
+    weights: Array  # Routing weight of each row [A + R]
+    row_ids: Array  # Row of each assignment [N, K]
+    bounds: Array  # First row of each expert, and the end of the last [E + 1]
 
 
 class _Block(NamedTuple):
-    """Rows that an expert computes together.
+    """Rows that an expert computes together."""
 
-    Attributes:
-        start: First row, [].
-        token_ids: Token of each row [R].
-        weights: Routing weight of each row [R].
-        is_own: Whether the expert has this row, bool [R]. False for rows after its last.
-    """
-
-    start: Array
-    token_ids: Array
-    weights: Array
-    is_own: Array
+    start: Array  # First row, []
+    token_ids: Array  # Token of each row [R]
+    weights: Array  # Routing weight of each row [R]
+    is_own: Array  # Whether the expert has this row, bool [R]. False for rows after its last.
 
 
 def run_experts(

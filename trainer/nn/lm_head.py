@@ -30,33 +30,20 @@ TokenMetrics = Callable[[Array, Array], Mapping[str, Array]]
 
 
 class LossSums(NamedTuple):
-    """Sums over tokens, float32 [] each.
+    """Sums over tokens, float32 [] each."""
 
-    Attributes:
-        loss: Weighted loss of tokens.
-        weight: Token weights.
-        correct: Token weights where the most likely token is the target.
-    """
-
-    loss: Array
-    weight: Array
-    correct: Array
+    loss: Array  # Weighted loss of tokens
+    weight: Array  # Token weights
+    correct: Array  # Token weights where the most likely token is the target
 
 
 class TrainingSums(NamedTuple):
-    """Sums over tokens, float32 [] each. The loss excludes the z-loss, as in evaluations.
+    """Sums over tokens, float32 [] each. The loss excludes the z-loss, as in evaluations."""
 
-    Attributes:
-        loss: Weighted loss of tokens without the z-loss.
-        weight: Token weights.
-        correct: Token weights where the most likely token is the target.
-        z_loss: Weighted z-loss of tokens. None if there is no such term.
-    """
-
-    loss: Array
-    weight: Array
-    correct: Array
-    z_loss: Array | None
+    loss: Array  # Weighted loss of tokens without the z-loss
+    weight: Array  # Token weights
+    correct: Array  # Token weights where the most likely token is the target
+    z_loss: Array | None  # Weighted z-loss of tokens. None if there is no such term.
 
     @property
     def total(self) -> Array:
@@ -71,18 +58,15 @@ class TrainingSums(NamedTuple):
 
 
 class LossTerms(NamedTuple):
-    """Terms of a token's loss in addition to the cross entropy.
+    """Terms of a token's loss in addition to the cross entropy."""
 
-    Attributes:
-        z_loss: Coefficient of log(Z)^2, where Z is the sum of the exponentials of a token's logits (PaLM,
-            arXiv:2204.02311, section 5).
-        label_smoothing: Share of the target distribution that is uniform over the true vocabulary, in [0, 1)
-            (arXiv:1512.00567, section 7).
-        token_loss: Computes the loss of each token in place of the cross entropy, from logits without padding.
-    """
-
+    # Coefficient of log(Z)^2, where Z is the sum of the exponentials of a token's logits (PaLM, arXiv:2204.02311,
+    # section 5)
     z_loss: float = 0.0
+    # Share of the target distribution that is uniform over the true vocabulary, in [0, 1) (arXiv:1512.00567,
+    # section 7)
     label_smoothing: float = 0.0
+    # Computes the loss of each token in place of the cross entropy, from logits without padding
     token_loss: TokenFunction | None = None
 
     @property
@@ -107,21 +91,14 @@ MASKED_LOGIT = -1e30
 
 
 class LMHead(NamedTuple):
-    """The static options of the LM head.
+    """The static options of the LM head."""
 
-    Attributes:
-        true_vocab_size: Vocabulary size without padding.
-        chunk_size: Tokens of a device per row with logits in memory at the same time. -1 means all.
-        sharding: The device mesh and its rules.
-        logit_softcap: Bound of logits. `NO_SOFTCAP` means none.
-        loss_terms: Terms of the loss in addition to the cross entropy.
-    """
-
-    true_vocab_size: int
+    true_vocab_size: int  # Vocabulary size without padding
+    # Tokens of a device per row with logits in memory at the same time. -1 means all.
     chunk_size: int
-    sharding: ShardingContext
-    logit_softcap: float = NO_SOFTCAP
-    loss_terms: LossTerms = NO_LOSS_TERMS
+    sharding: ShardingContext  # The device mesh and its rules
+    logit_softcap: float = NO_SOFTCAP  # Bound of logits. `NO_SOFTCAP` means none.
+    loss_terms: LossTerms = NO_LOSS_TERMS  # Terms of the loss in addition to the cross entropy
 
     @property
     def num_token_shards(self) -> int:

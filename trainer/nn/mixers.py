@@ -291,7 +291,7 @@ def mamba(
     assert mixer is not None
     projected = project(x, weights, ("v", "z"), context)
     convolved, new_states = convolve({"v": projected["v"]}, weights, context, states)
-    v = _activate(convolved["v"], mixer, context)
+    v = ACTIVATION_FUNCTIONS[mixer.activation or context.arch_config.activation](convolved["v"])
     selected = _select(v, weights, context)
     inputs = SelectiveInputs(
         q=selected["q"],
@@ -309,11 +309,6 @@ def mamba(
         return (values * nn.silu(z.astype(jnp.float32))).astype(x.dtype)
 
     return project_out((output, projected["z"]), gate, weights, context), new_states
-
-
-def _activate(x: Array, mixer: Mixer, context: LayerContext) -> Array:
-    """Apply the activation of the convolution to [B, T, C]."""
-    return ACTIVATION_FUNCTIONS[mixer.activation or context.arch_config.activation](x)
 
 
 def _select(v: Array, weights: Projections, context: LayerContext) -> dict[str, Array]:

@@ -20,9 +20,10 @@ from prepcli.models.activation_memory import (
 )
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import (
+    AttentionFeature,
     KernelSpec,
+    check_features,
     check_saved_scores,
-    check_split_sequence,
     find_kernel,
 )
 from prepcli.models.lora import Adapters, build_adapters
@@ -39,18 +40,13 @@ from trainer.distributed.sharding import HOST_MEMORY, ShardingContext
 class AttentionOptions:
     """The way of computing attention. It changes results by rounding only.
 
-    Attributes:
-        kernel: One of `KERNEL_NAMES`.
-        q_chunk_size: Queries of a tile. -1 means all.
-        k_chunk_size: Keys of a tile. -1 means all.
-
     Raises:
         UsageError: `kernel` is unknown.
     """
 
-    kernel: str = "reference"
-    q_chunk_size: int = 512
-    k_chunk_size: int = 512
+    kernel: str = "reference"  # One of `KERNEL_NAMES`
+    q_chunk_size: int = 512  # Queries of a tile. -1 means all.
+    k_chunk_size: int = 512  # Keys of a tile. -1 means all.
 
     def __post_init__(self) -> None:
         """Check the name of the kernel."""
@@ -64,22 +60,15 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The static description of a model: its architecture and the shapes of its parameters.
+    """The static description of a model: its architecture and the shapes of its parameters."""
 
-    Attributes:
-        family: The model family.
-        arch_config: The choices of its layers.
-        leaves: Each parameter by path, as the checkpoint stores it. Adapters are among them.
-        true_vocab_size: Vocabulary size without padding. Padded rows follow the true ones.
-        is_tied: Whether the LM head is the token embedding.
-        adapters: The low-rank adapters, which are then the only trained parameters. None without LoRA.
-    """
-
-    family: Family
-    arch_config: ArchConfig
+    family: Family  # The model family
+    arch_config: ArchConfig  # The choices of its layers
+    # Each parameter by path, as the checkpoint stores it. Adapters are among them.
     leaves: Mapping[str, ParamLeaf]
-    true_vocab_size: int
-    is_tied: bool
+    true_vocab_size: int  # Vocabulary size without padding. Padded rows follow the true ones.
+    is_tied: bool  # Whether the LM head is the token embedding
+    # The low-rank adapters, which are then the only trained parameters. None without LoRA.
     adapters: Adapters | None = None
 
     @property
@@ -102,36 +91,35 @@ class ModelSpec:
 class ForwardConfig:
     """The execution options of a forward pass. They change results by rounding only.
 
-    Attributes:
-        dtype: Dtype of the computation.
-        scan_layers: Compile one layer and scan it over all layers.
-        remat_policy: The activations that a layer saves for its backward pass: the name of a policy, "none" for all
-            except the ones inside norms and activation functions, or names of activations. The input of each layer is
-            always saved.
-        head_chunk_size: Tokens of a device per row with logits in memory at the same time. -1 means all.
-        sharding: The device mesh and its rules.
-        attention_options: The attention kernel and its tiles.
-        ffn_chunk_size: Tokens of a device per row of a chunk of the MLP and of attention's projections. -1 means all.
-        offload: "residuals" to save the inputs of layers in host memory, or "none".
-
     Raises:
         UsageError: `remat_policy` is unknown, or another option conflicts with it.
     """
 
-    dtype: str = "float32"
-    scan_layers: bool = True
+    dtype: str = "float32"  # Dtype of the computation
+    scan_layers: bool = True  # Compile one layer and scan it over all layers
+    # The activations that a layer saves for its backward pass: the name of a policy, "none" for all except the
+    # ones inside norms and activation functions, or names of activations. The input of each layer is always
+    # saved.
     remat_policy: RematPolicy = REMAT_NONE
+    # Tokens of a device per row with logits in memory at the same time. -1 means all.
     head_chunk_size: int = 512
+    # The device mesh and its rules
     sharding: ShardingContext = field(default_factory=ShardingContext)
+    # The attention kernel and its tiles
     attention_options: AttentionOptions = field(default_factory=AttentionOptions)
+    # Tokens of a device per row of a chunk of the MLP and of attention's projections. -1 means all.
     ffn_chunk_size: int = -1
+    # "residuals" to save the inputs of layers in host memory, or "none"
     offload: str = OFFLOAD_NONE
 
     def __post_init__(self) -> None:
         """Check the rematerialization policy, alone and with the other options."""
         check_remat(self.remat_policy, self.offload, ffn_chunk_size=self.ffn_chunk_size)
         check_saved_scores(self.remat_policy, self.attention_options.kernel)
-        check_split_sequence(self.attention_options.spec, self.sharding.sequence_parallel_size)
+        if self.sharding.sequence_parallel_size > 1:
+            check_features(
+                self.attention_options.spec, frozenset({AttentionFeature.SPLIT_SEQUENCE})
+            )
 
 
 def build_model(
@@ -262,33 +250,24 @@ def with_remat(layer: Layer, forward_config: ForwardConfig, *, in_loop: bool = F
         forward_config: The policy, and whether inputs of layers are saved in host memory.
         in_loop: Whether the layer is the body of a loop.
     """
-    if forward_config.remat_policy == REMAT_NONE:
+    policy = forward_config.remat_policy
+    if policy == REMAT_NONE:
         return layer
     if forward_config.offload == OFFLOAD_NONE:
-        return jax.checkpoint(layer, policy=_save_policy(forward_config), prevent_cse=not in_loop)
+        if isinstance(policy, str):
+            save_policy = getattr(jax.checkpoint_policies, policy)
+        else:
+            save_policy = jax.checkpoint_policies.save_only_these_names(*policy)
+        return jax.checkpoint(layer, policy=save_policy, prevent_cse=not in_loop)
 
     def run_named(carry: Any, weights: Any) -> Any:
         return layer((name_activation(carry[0], LAYER_INPUT), carry[1]), weights)
 
-    return jax.checkpoint(
-        run_named, policy=_offload_policy(forward_config), prevent_cse=not in_loop
-    )
-
-
-def _save_policy(forward_config: ForwardConfig) -> Callable[..., Any]:
-    """Return the policy that saves activations on the device."""
-    policy = forward_config.remat_policy
-    if isinstance(policy, str):
-        return getattr(jax.checkpoint_policies, policy)
-    return jax.checkpoint_policies.save_only_these_names(*policy)
-
-
-def _offload_policy(forward_config: ForwardConfig) -> Callable[..., Any]:
-    """Return the policy that saves inputs of layers in host memory, and named activations on the device."""
-    policy = forward_config.remat_policy
-    return jax.checkpoint_policies.save_and_offload_only_these_names(
+    # Inputs of layers go to host memory, and named activations stay on the device.
+    offload_policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[] if isinstance(policy, str) else list(policy),
         names_which_can_be_offloaded=[LAYER_INPUT],
         offload_src="device",
         offload_dst=HOST_MEMORY,
     )
+    return jax.checkpoint(run_named, policy=offload_policy, prevent_cse=not in_loop)

@@ -81,13 +81,7 @@ def route(
 
 
 def _sparse_mixer(logits: Array, experts: Array, router: Router) -> Array:
-    """Return the weights [B, T, K] of SparseMixer, without random choices.
-
-    Args:
-        logits: [B, T, N].
-        experts: The experts of largest logit [B, T, K], best first.
-        router: The range of SparseMixer.
-    """
+    """Return the weights [B, T, K] of SparseMixer, without random choices."""
     # [B, T, K, N]: the selected expert, and the experts before it
     selected = nn.one_hot(experts, logits.shape[-1])
     is_taken = jnp.cumsum(selected, axis=-2) - selected > 0

@@ -37,39 +37,24 @@ from trainer.nn.token_chunks import join_chunks, pad_tokens, split_chunks
 
 
 class Recurrence(NamedTuple):
-    """The inputs of a recurrence, for all tokens or for a chunk.
+    """The inputs of a recurrence, for all tokens or for a chunk."""
 
-    Attributes:
-        q: Queries [B, T, G, N].
-        k: Keys [B, T, G, N].
-        v: Values [B, T, G, R, P].
-        log_decay: float32 [B, T, G, R], at most 0.
-        beta: [B, T, G, R], the strength of the delta rule. None means no delta rule.
-        is_start: bool [B, T], true for the first token of a document. The state is zero before it.
-    """
-
-    q: Array
-    k: Array
-    v: Array
-    log_decay: Array
-    beta: Array | None
+    q: Array  # Queries [B, T, G, N]
+    k: Array  # Keys [B, T, G, N]
+    v: Array  # Values [B, T, G, R, P]
+    log_decay: Array  # float32 [B, T, G, R], at most 0
+    beta: Array | None  # [B, T, G, R], the strength of the delta rule. None means no delta rule.
+    # bool [B, T], true for the first token of a document. The state is zero before it.
     is_start: Array
 
 
 class _ChunkDecay(NamedTuple):
-    """The decays between the tokens of a chunk. They are 0 across the start of a document.
+    """The decays between the tokens of a chunk. They are 0 across the start of a document."""
 
-    Attributes:
-        pairs: [B, G, R, C, C], from token j to token i.
-        from_before: [B, G, R, C], from the state before the chunk to token i.
-        to_end: [B, G, R, C], from token j to the state after the chunk.
-        whole: [B, G, R], from the state before the chunk to the one after it.
-    """
-
-    pairs: Array
-    from_before: Array
-    to_end: Array
-    whole: Array
+    pairs: Array  # [B, G, R, C, C], from token j to token i
+    from_before: Array  # [B, G, R, C], from the state before the chunk to token i
+    to_end: Array  # [B, G, R, C], from token j to the state after the chunk
+    whole: Array  # [B, G, R], from the state before the chunk to the one after it
 
 
 def chunked_scan(inputs: Recurrence, state: Array | None) -> tuple[Array, Array]:
@@ -162,20 +147,13 @@ def _chunk_decay(chunk: Recurrence) -> _ChunkDecay:
 
 
 class SelectiveInputs(NamedTuple):
-    """The inputs of a selective scan, for all tokens or for a chunk.
+    """The inputs of a selective scan, for all tokens or for a chunk."""
 
-    Attributes:
-        q: Queries [B, T, N].
-        k: Keys [B, T, N].
-        v: Inputs [B, T, C].
-        dt: float32 [B, T, C], at least 0.
-        is_start: bool [B, T], true for the first token of a document. The state is zero before it.
-    """
-
-    q: Array
-    k: Array
-    v: Array
-    dt: Array
+    q: Array  # Queries [B, T, N]
+    k: Array  # Keys [B, T, N]
+    v: Array  # Inputs [B, T, C]
+    dt: Array  # float32 [B, T, C], at least 0
+    # bool [B, T], true for the first token of a document. The state is zero before it.
     is_start: Array
 
 

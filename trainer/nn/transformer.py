@@ -18,17 +18,18 @@ from prepcli.core.errors import PrepError, usage_error
 from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree
 from prepcli.models.parameters import DECODER, ENCODER
 from prepcli.models.rope_config import Rope
-from trainer.distributed.sharding import UNSPLIT
-from trainer.distributed.zigzag_order import order_tokens
+from trainer.distributed.sharding import UNSPLIT, order_tokens
 from trainer.nn import lm_head
 from trainer.nn.attention import project_kv
 from trainer.nn.attention_mask import (
     KV,
     KV_CACHE_DIMS,
     AttentionMask,
+    CosSin,
     EncoderOutput,
     Segments,
     causal_mask,
+    rotary_cos_sin,
 )
 from trainer.nn.context import LayerContext, StackContext, with_score_bias
 from trainer.nn.dropout import Dropout, Stack
@@ -43,7 +44,6 @@ from trainer.nn.lm_head import (
     TrainingSums,
 )
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
-from trainer.nn.position_encoding import CosSin, rotary_cos_sin
 
 
 def encode(
@@ -111,12 +111,7 @@ def _encoder_inputs(
     *,
     dropout: Dropout | None = None,
 ) -> tuple[Tree, Array, StackContext]:
-    """Return the inputs of the encoder layers. The arguments and errors are those of `encode`.
-
-    Returns:
-        The parameters in the dtype of the computation, the residual stream [B, S, D] before the first layer, and the
-        context of all layers.
-    """
+    """Return the inputs of the encoder layers. The arguments and errors are those of `encode`."""
     arch_config = model.arch_config.encoder
     sharding = forward_config.sharding
     if arch_config is None:

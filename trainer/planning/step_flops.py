@@ -20,6 +20,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from prepcli.models.activation_memory import (
+    NO_SCORES,
     SAVES_ALL,
     SAVES_DOTS,
     SAVES_WEIGHT_DOTS,
@@ -27,10 +28,10 @@ from prepcli.models.activation_memory import (
     saved_activations,
 )
 from prepcli.models.architecture import FULL_ATTENTION
-from prepcli.models.layer_memory import LayerStack
-from prepcli.models.memory_estimate import layer_stacks
-from prepcli.models.memory_inputs import NO_SCORES, MemoryInputs
 from prepcli.models.param_tree import ParamLeaf
+from trainer.planning.layer_memory import LayerStack
+from trainer.planning.memory_estimate import layer_stacks
+from trainer.planning.memory_inputs import MemoryInputs
 
 # For y = x W: y in the forward pass, dx = dy W^T and dW = x^T dy in the backward pass. Each is a
 # product of 2 * N operations per token for N weights.
@@ -46,22 +47,15 @@ SOURCE_PROJECTIONS = (".cross.k.", ".cross.v.")
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """The operations of a step on all devices.
+    """The operations of a step on all devices."""
 
-    Attributes:
-        matmul: Products with parameters.
-        attention_full: Products of queries, keys and values, with masked pairs.
-        attention_causal: The same without masked pairs.
-        masked: Operations on masked pairs that the kernel computes. A kernel with tiles skips the
-            tiles without a visible pair.
-        recomputed: Operations that the backward pass repeats.
-    """
-
-    matmul: int
-    attention_full: int
-    attention_causal: int
+    matmul: int  # Products with parameters
+    attention_full: int  # Products of queries, keys and values, with masked pairs
+    attention_causal: int  # The same without masked pairs
+    # Operations on masked pairs that the kernel computes. A kernel with tiles skips the tiles without a visible
+    # pair.
     masked: int
-    recomputed: int
+    recomputed: int  # Operations that the backward pass repeats
 
     @property
     def model_flops_of_all_pairs(self) -> int:
@@ -81,21 +75,13 @@ class StepFlops:
 
 @dataclass(frozen=True, slots=True)
 class _ForwardFlops:
-    """Operations of one forward pass through a stack of layers, for all sequences in a step.
+    """Operations of one forward pass through a stack of layers, for all sequences in a step."""
 
-    Attributes:
-        projections: Products with parameters.
-        trained_projections: Products with parameters that are trained.
-        attention_full: Products of queries, keys and values, with masked pairs.
-        attention_causal: The same without masked pairs.
-        attention_computed: The same with the masked pairs that the kernel computes.
-    """
-
-    projections: int
-    trained_projections: int
-    attention_full: int
-    attention_causal: int
-    attention_computed: int
+    projections: int  # Products with parameters
+    trained_projections: int  # Products with parameters that are trained
+    attention_full: int  # Products of queries, keys and values, with masked pairs
+    attention_causal: int  # The same without masked pairs
+    attention_computed: int  # The same with the masked pairs that the kernel computes
 
 
 def count_step_flops(inputs: MemoryInputs) -> StepFlops:
@@ -225,15 +211,7 @@ def _visible_pairs(length: int, window: int) -> int:
 def _computed_pairs(
     inputs: MemoryInputs, lengths: tuple[int, int], *, window: int, visible: int, is_causal: bool
 ) -> int:
-    """Return the number of pairs that a kernel computes: all pairs, tiles with a visible pair, or visible pairs.
-
-    Args:
-        inputs: Inputs of the estimates.
-        lengths: Queries and keys of a row.
-        window: Sliding window, or FULL_ATTENTION.
-        visible: Number of visible pairs.
-        is_causal: Whether keys after a query are masked.
-    """
+    """Return the number of pairs that a kernel computes: all pairs, tiles with a visible pair, or visible pairs."""
     num_queries, num_keys = lengths
     if inputs.attention_tile == NO_SCORES:
         return visible

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from prepcli.core.errors import Key, UsageError, text, usage_error
-from prepcli.models.activation_memory import check_ring_blocks
+from prepcli.models.activation_memory import OFFLOAD_NONE, check_ring_blocks
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import (
     ANY_ACCELERATOR,
@@ -15,6 +16,7 @@ from prepcli.models.attention_kernels import (
     CPU,
     AttentionNeeds,
     DeviceKind,
+    KernelChoice,
     check_features,
     check_mixer,
     find_kernel,
@@ -23,8 +25,7 @@ from prepcli.models.attention_kernels import (
     run_features,
 )
 from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dropout
-from prepcli.models.memory_inputs import FLOAT32, MemoryInputs, StateLeaf
-from prepcli.models.mesh import Mesh
+from prepcli.models.mesh import Mesh, format_sizes
 from prepcli.models.param_tree import (
     FREEZE_KEY,
     PATTERN_KEYS,
@@ -36,11 +37,146 @@ from prepcli.models.param_tree import (
 from prepcli.models.parameters import HFConfig
 from prepcli.models.partition import num_batch_shards, num_sequence_shards
 from prepcli.models.registry import family_of
-from prepcli.models.rules import Rules
-from trainer.planning.exact_reduction import reduction_shards, rows_per_device
-from trainer.recipe import Recipe, batch_shape
+from prepcli.models.rules import Rules, activation_rules
+from trainer.planning.memory_inputs import FLOAT32, MemoryInputs, StateLeaf
+from trainer.recipe import BatchShape, Recipe, batch_shape
 from trainer.recipe.optimizer_tables import WHOLE, OptimizerTable
 from trainer.recipe.text_fields import SEGMENTED
+
+KEY = "train.reduction"
+SHARDS_KEY = "train.reduction_shards"
+DEFAULT_SHARDS = 8
+# Kernels that are bit-identical for equal shapes in every compiled program.
+KERNELS = ("reference", "blockwise")
+# Optimizers that update each element by itself: they sum nothing over a parameter.
+ELEMENTWISE_OPTIMIZERS = ("adamw", "lion", "sgd")
+USE_FAST = text("{}", Key(KEY, "fast", is_override=True))
+
+
+def reduction_shards(recipe: Recipe, shape: BatchShape, *, mesh: Mesh, rules: Rules) -> int:
+    """Return the number of logical shards of a batch, or 0 if `train.reduction` is fast.
+
+    Args:
+        recipe: The recipe.
+        shape: The shape of its batches on the mesh.
+        mesh: The mesh without axes of size -1.
+        rules: Partition rules.
+
+    Raises:
+        UsageError: The batch, the mesh or another option does not allow an exact reduction.
+    """
+    if recipe.train.reduction != "exact":
+        return 0
+    _check_options(recipe)
+    _check_mesh(mesh, rules)
+    # The gradient of a step is a balanced binary tree over the logical shards, so that each device
+    # sums a whole subtree. That needs a power of two which every mesh of the run divides.
+    num_shards = recipe.train.reduction_shards or math.gcd(shape.size, DEFAULT_SHARDS)
+    # The gcd with a power of two is the largest such power that divides the batch, e.g. 8 for 24.
+    if not _is_power_of_two(num_shards) or shape.size % num_shards:
+        why = f"it has to be a power of two that divides the batch of {shape.size}"
+        raise usage_error(
+            f"`{SHARDS_KEY}` is {num_shards}", why, _shards_hint(math.gcd(shape.size, 1 << 31))
+        )
+    num_computed = num_batch_shards(mesh, rules) * shape.accumulate
+    if num_shards % num_computed:
+        what = f"`{KEY}` is exact, and the batch has {num_shards} logical shards"
+        why = f"{num_batch_shards(mesh, rules)} replicas x `batch.accumulate` {shape.accumulate} = {num_computed}"
+        # The smallest number of shards that the replicas and micro-batches divide, if it is valid.
+        better = math.lcm(num_shards, num_computed)
+        is_possible = _is_power_of_two(better) and shape.size % better == 0
+        if is_possible:
+            hint = _shards_hint(better)
+        else:
+            hint = "make replicas x `batch.accumulate` a power of two"
+        raise usage_error(what, f"{why}, which does not divide them", hint)
+    return num_shards
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSplit:
+    """The parts of a batch on a mesh."""
+
+    shape: BatchShape
+    num_replicas: int  # devices that split a micro-batch
+    num_shards: int  # logical shards of the batch, or 0 if `train.reduction` is fast
+    num_rows: int  # sequences computed by a device at the same time
+
+
+def split_batch(recipe: Recipe, mesh: Mesh, rules: Rules) -> BatchSplit:
+    """Return the parts of the batch of a recipe.
+
+    Raises:
+        UsageError: The batch or its logical shards do not divide among the devices.
+    """
+    num_replicas = num_batch_shards(mesh, rules)
+    shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=num_replicas)
+    num_shards = reduction_shards(recipe, shape, mesh=mesh, rules=rules)
+    num_rows = shape.micro_batch_size // num_replicas
+    if num_shards:
+        num_rows = shape.size // num_shards
+    return BatchSplit(shape, num_replicas, num_shards, num_rows)
+
+
+def check_exact_model(arch_config: ArchConfig, kernel: str) -> None:
+    """Check that results of a model and its attention kernel are known to be equal in every program.
+
+    Raises:
+        UsageError: They are not.
+    """
+    if arch_config.encoder is not None:
+        raise usage_error(
+            f"`{KEY}` is exact, and the model has an encoder",
+            "both together are not supported",
+            USE_FAST,
+        )
+    if kernel not in KERNELS:
+        why = f"`{KEY}` is exact, and gradients of {kernel} are not known to be equal in every program"
+        raise usage_error(
+            f"`model.attention_kernel` is {kernel}",
+            why,
+            text("{}", Key("model.attention_kernel", "blockwise", is_override=True)),
+        )
+
+
+def _check_options(recipe: Recipe) -> None:
+    """Raise UsageError if another option of the recipe does not allow an exact reduction."""
+    if recipe.model.offload != OFFLOAD_NONE:
+        what = f"`{KEY}` is exact, and `model.offload` is {recipe.model.offload}"
+        raise usage_error(
+            what,
+            "both together are not supported",
+            text("{} or {}", Key("model.offload", "none", is_override=True), USE_FAST),
+        )
+    if recipe.optimizer.type not in ELEMENTWISE_OPTIMIZERS:
+        what = f"`{KEY}` is exact, and `optimizer.type` is {recipe.optimizer.type}"
+        why = f"it sums over parameters in the order of the mesh; {', '.join(ELEMENTWISE_OPTIMIZERS)} do not"
+        raise usage_error(
+            what, why, text("{} or {}", Key("optimizer.type", "adamw", is_override=True), USE_FAST)
+        )
+
+
+def _check_mesh(mesh: Mesh, rules: Rules) -> None:
+    """Raise UsageError if a mesh axis splits anything but the batch."""
+    # `parse_rule` rejects several choices for the batch, so the first one is the only one.
+    batch_axes = activation_rules(rules)["batch"][0]
+    others = tuple(axis for axis in mesh.names if axis not in batch_axes and mesh.size(axis) > 1)
+    if others:
+        what = f"`{KEY}` is exact, and the mesh has {format_sizes(mesh, others)}"
+        why = f"results are exact for {' and '.join(batch_axes)} only: other axes split sums that XLA orders"
+        raise usage_error(
+            what, why, text("use a mesh of {} only, or {}", " and ".join(batch_axes), USE_FAST)
+        )
+
+
+def _is_power_of_two(number: int) -> bool:
+    # A power of two has one bit, e.g. 8 & 7 = 0b1000 & 0b0111 = 0.
+    return number & (number - 1) == 0
+
+
+def _shards_hint(num_shards: int) -> str:
+    return text("{}", Key(SHARDS_KEY, num_shards, is_override=True))
+
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Sizes of attention tiles and head chunks that a recipe does not set. On an accelerator large ones keep the matrix
@@ -106,25 +242,23 @@ def step_inputs(
             devices.
     """
     check_token_split(recipe, num_sequence_shards(mesh, rules))
-    n_replicas = num_batch_shards(mesh, rules)
-    shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=n_replicas)
-    num_shards = reduction_shards(recipe, shape, mesh=mesh, rules=rules)
-    num_rows = rows_per_device(shape, num_shards, num_replicas=n_replicas)
-    sizes = chunk_sizes(recipe, device, num_rows=num_rows)
+    batch = split_batch(recipe, mesh, rules)
+    sizes = chunk_sizes(recipe, device, num_rows=batch.num_rows)
     kernel = recipe.model.attention_kernel
-    needs = attention_needs(recipe, model, mesh, rules, dropout)
     # An estimate without a kind of device is valid for every platform, so a kernel for TPUs only must
     # not fail because the platform is not `tpu`. Its features are checked all the same.
     if kernel != AUTO and device == ANY_ACCELERATOR:
+        needs = attention_needs(recipe, model, mesh, rules, dropout)
         check_features(find_kernel(kernel), needs.features)
     else:
-        kernel = rank_kernels(kernel, needs, device=device, length=longest_sequence(recipe))[0].name
+        _, choices = run_kernels(recipe, model, mesh, rules, device=device, dropout=dropout)
+        kernel = choices[0].name
     return MemoryInputs(
         arch_config=model.arch_config,
         leaves=model.leaves,
         mesh=mesh,
         rules=rules,
-        micro_batch_size=num_rows * n_replicas,
+        micro_batch_size=batch.num_rows * batch.num_replicas,
         seq_length=recipe.data.seq_length,
         source_length=recipe.data.source_length or 0,
         has_segments=has_segments(recipe),
@@ -136,8 +270,8 @@ def step_inputs(
         attention_tile=find_kernel(kernel).score_tile(sizes.queries, sizes.keys),
         # With an exact reduction these are logical shards per device: a batch of 64 in 8 shards on 2
         # replicas has 8 rows at a time, 64 / (8 * 2) = 4 times.
-        accumulate=shape.size // (num_rows * n_replicas),
-        is_exact=num_shards > 0,
+        accumulate=batch.shape.size // (batch.num_rows * batch.num_replicas),
+        is_exact=batch.num_shards > 0,
         optimizer_state=state_leaves(recipe.optimizer, model.leaves),
         frozen=frozenset(
             model.leaves.keys() - trained_leaves(recipe.optimizer, model.leaves).keys()
@@ -216,6 +350,26 @@ def attention_needs(
     )
 
 
+def run_kernels(
+    recipe: Recipe,
+    model: Shapes,
+    mesh: Mesh | None,
+    rules: Rules,
+    *,
+    device: DeviceKind,
+    dropout: DropoutConfig = NO_DROPOUT,
+) -> tuple[AttentionNeeds, tuple[KernelChoice, ...]]:
+    """Return the needs of a run's attention, and the kernels that can compute it, the best first.
+
+    Raises:
+        UsageError: No kernel, or not the one that the recipe names, can compute it on these devices.
+    """
+    needs = attention_needs(recipe, model, mesh, rules, dropout)
+    requested = recipe.model.attention_kernel
+    length = longest_sequence(recipe)
+    return needs, rank_kernels(requested, needs, device=device, length=length)
+
+
 def has_segments(recipe: Recipe) -> bool:
     """Return whether documents share a sequence and do not attend to each other."""
     return recipe.data.packing == SEGMENTED
@@ -282,17 +436,11 @@ def rotary_context(config: ArchConfig) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizes:
-    """The sizes of the chunks in which a step computes attention and head.
+    """The sizes of the chunks in which a step computes attention and head."""
 
-    Attributes:
-        queries: Queries of a tile of blockwise attention. -1 for all.
-        keys: Keys of a tile of blockwise attention. -1 for all.
-        head: Tokens of a device per row with logits in memory at the same time. -1 for all.
-    """
-
-    queries: int
-    keys: int
-    head: int
+    queries: int  # Queries of a tile of blockwise attention. -1 for all.
+    keys: int  # Keys of a tile of blockwise attention. -1 for all.
+    head: int  # Tokens of a device per row with logits in memory at the same time. -1 for all.
 
 
 def default_chunk_sizes(device: DeviceKind, *, length: int, num_rows: int) -> ChunkSizes:

@@ -1,25 +1,35 @@
-"""The plan of a training step: its memory, operations, communication, and time on each kind of accelerator."""
+"""The plan of a training step: its memory, operations, communication, and time, by estimates and by XLA."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from prepcli.core.errors import Key
+from prepcli.core.errors import Key, PrepError
 from prepcli.core.formatting import count_text, format_bytes
+from prepcli.core.json_values import JsonObject
 from prepcli.core.tables import format_table
 from prepcli.models.activation_memory import chunk_length
 from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
 from prepcli.models.lora import build_adapters
-from prepcli.models.memory_estimate import MemoryEstimate, estimate_memory
-from prepcli.models.memory_inputs import FLOAT32, MemoryInputs
-from prepcli.models.mesh import Mesh, SliceCounts, check_slices, parse_mesh, parse_slice_counts
+from prepcli.models.mesh import (
+    MESH_AXES,
+    Mesh,
+    SliceCounts,
+    check_slices,
+    parse_mesh,
+    parse_slice_counts,
+)
 from prepcli.models.param_tree import ParamLeaf
 from prepcli.models.partition import leaf_spec
 from prepcli.models.registry import family_of
-from prepcli.models.rules import Rules, check_leaf_rules
-from trainer.planning.accelerators import Accelerator
-from trainer.planning.collectives import AxisTraffic, axis_traffic
+from prepcli.models.rules import Rules, activation_rules, check_leaf_rules
+from trainer.planning.memory_estimate import MemoryEstimate, estimate_memory
+from trainer.planning.memory_inputs import FLOAT32, MemoryInputs
 from trainer.planning.model_shapes import PlannedModel
 from trainer.planning.step_flops import StepFlops, count_step_flops
 from trainer.planning.step_inputs import (
@@ -29,53 +39,41 @@ from trainer.planning.step_inputs import (
     step_inputs,
     with_adapters,
 )
-from trainer.planning.step_time import StepTime, estimate_step_time, tokens_per_step
+from trainer.planning.step_time import (
+    Accelerator,
+    AxisTraffic,
+    StepTime,
+    axis_traffic,
+    estimate_step_time,
+    tokens_per_step,
+)
 from trainer.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)
 class KindEstimate:
-    """A step on one kind of accelerator.
+    """A step on one kind of accelerator."""
 
-    Attributes:
-        kind: The accelerators.
-        fits: Whether the estimated peak is within their memory.
-        time: Time of the step.
-        tokens_per_s: Tokens of all devices per second.
-        mfu_full: Model FLOPs utilization, masked pairs counted as in published figures.
-        mfu_causal: The same without masked pairs.
-    """
-
-    kind: Accelerator
-    fits: bool
-    time: StepTime
-    tokens_per_s: float
-    mfu_full: float
-    mfu_causal: float
+    kind: Accelerator  # The accelerators
+    fits: bool  # Whether the estimated peak is within their memory
+    time: StepTime  # Time of the step
+    tokens_per_s: float  # Tokens of all devices per second
+    mfu_full: float  # Model FLOPs utilization, masked pairs counted as in published figures
+    mfu_causal: float  # The same without masked pairs
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """The plan of a training step.
+    """The plan of a training step."""
 
-    Attributes:
-        recipe: The recipe, with the planned mesh.
-        mesh: The mesh without axes of size -1.
-        inputs: Inputs of the estimates.
-        memory: Memory of one device.
-        flops: Operations of all devices.
-        traffic: Communication of one device, by mesh axis.
-        device: Kind of the devices.
-        slices: Number of slices along each axis of the mesh.
-    """
-
-    recipe: Recipe
-    mesh: Mesh
-    inputs: MemoryInputs
-    memory: MemoryEstimate
-    flops: StepFlops
-    traffic: tuple[AxisTraffic, ...]
-    device: DeviceKind = ANY_ACCELERATOR
+    recipe: Recipe  # The recipe, with the planned mesh
+    mesh: Mesh  # The mesh without axes of size -1
+    inputs: MemoryInputs  # Inputs of the estimates
+    memory: MemoryEstimate  # Memory of one device
+    flops: StepFlops  # Operations of all devices
+    traffic: tuple[AxisTraffic, ...]  # Communication of one device, by mesh axis
+    device: DeviceKind = ANY_ACCELERATOR  # Kind of the devices
+    # Number of slices along each axis of the mesh
     slices: SliceCounts = field(default_factory=dict)
 
     @property
@@ -137,7 +135,9 @@ def plan_training(
     )
     if recipe.lora.is_enabled:
         adapters = _new_adapters(recipe, model, mesh, rules)
-        itemsize = _frozen_itemsize(recipe, model)
+        dtype = recipe.lora.base_dtype
+        stored = model.config.get("dtype") or model.config.get("torch_dtype")
+        itemsize = ITEMSIZES.get(str(stored) if dtype == "stored" else dtype, FLOAT32)
         inputs = with_adapters(inputs, recipe, adapters, stored_itemsize=itemsize)
     return TrainingPlan(
         recipe=recipe,
@@ -169,13 +169,6 @@ def _new_adapters(
         scan=model.scan,
         scan_axis=model.scan_axis,
     ).leaves
-
-
-def _frozen_itemsize(recipe: Recipe, model: PlannedModel) -> int:
-    """Return the bytes per element of frozen parameters: `lora.base_dtype`, or the config's dtype for `stored`."""
-    dtype = recipe.lora.base_dtype
-    stored = model.config.get("dtype") or model.config.get("torch_dtype")
-    return ITEMSIZES.get(str(stored) if dtype == "stored" else dtype, FLOAT32)
 
 
 def with_overrides(recipe: Recipe, values: Mapping[str, object]) -> Recipe:
@@ -243,3 +236,168 @@ def memory_fields(estimated: MemoryEstimate, available_nbytes: int | None) -> di
         "available": available_nbytes,
         "fits": fits,
     }
+
+
+# Search of the meshes of a number of devices on which a training step fits, the fastest first.
+
+
+@dataclass(frozen=True, slots=True)
+class MeshOption:
+    """A mesh on which the step fits, with its plan and its estimate."""
+
+    plan: TrainingPlan
+    estimate: KindEstimate
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSearch:
+    """The result of a search."""
+
+    # Meshes on which the step fits, the most tokens per second first
+    options: tuple[MeshOption, ...]
+    num_too_large: int  # Meshes on which it does not fit
+    # Number of meshes that do not divide the model or the batch, by the reason
+    refusals: Counter[str]
+
+
+def search_meshes(
+    recipe: Recipe, model: PlannedModel, rules: Rules, *, kind: Accelerator, num_devices: int
+) -> MeshSearch:
+    """Plan a step on every mesh of a number of devices.
+
+    Args:
+        recipe: The recipe. Its mesh is not used.
+        model: The model to train.
+        rules: Partition rules.
+        kind: The accelerators.
+        num_devices: Number of devices.
+    """
+    options: list[MeshOption] = []
+    refusals: Counter[str] = Counter()
+    num_too_large = 0
+    for mesh in _meshes_of(num_devices, rules):
+        try:
+            plan = plan_training(
+                with_overrides(recipe, {"mesh": mesh}), model, rules, device=kind.device
+            )
+        # Meshes with the same first part of the message are counted together.
+        except PrepError as error:
+            refusals[error.what] += 1
+            continue
+        estimate = plan.estimate_on(kind)
+        if estimate.fits:
+            options.append(MeshOption(plan, estimate))
+        else:
+            num_too_large += 1
+    options.sort(key=lambda option: (-option.estimate.tokens_per_s, option.plan.memory.peak))
+    return MeshSearch(tuple(options), num_too_large, refusals)
+
+
+def _meshes_of(num_devices: int, rules: Rules) -> Iterator[str]:
+    """Yield the meshes of a number of devices. Meshes with sp are skipped if no rule splits tokens over sp."""
+    splits_seq = any("sp" in choice for choice in activation_rules(rules)["seq"])
+    # If no rule splits tokens over sp, its devices would repeat the same work.
+    axes = MESH_AXES if splits_seq else MESH_AXES[:3]
+    for sizes in _factorizations(num_devices, len(axes)):
+        yield str(parse_mesh(",".join(f"{axis}:{size}" for axis, size in zip(axes, sizes))))
+
+
+def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield all tuples of `count` positive integers with the product `number`, e.g. (1, 4), (2, 2), (4, 1)."""
+    if count == 1:
+        yield (number,)
+        return
+    for divisor in (d for d in range(1, math.isqrt(number) + 1) if number % d == 0):
+        # The set drops the second root of a square: 2 and 2 for 4.
+        for first in sorted({divisor, number // divisor}):
+            yield from ((first, *rest) for rest in _factorizations(number // first, count - 1))
+
+
+# The plan of a compiled training step for one device: its memory and its collectives. Pure.
+
+_KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+# An asynchronous operation is counted at its `-done` line, because only this line has the type of
+# the result. A TPU reduces and scatters in a fusion named after both. The all-reduce inside that
+# fusion has the operand's type, so `read_collectives` skips the fusion's body.
+_COLLECTIVE = re.compile(
+    rf"^ +(?:ROOT )?%?[\w.-]+ = (?P<type>\(.*?\)|\S+) "
+    rf"(?:(?P<kind>{_KINDS})(?:-done)?\(|fusion\(.*calls=%?all-reduce-scatter)"
+)
+_FUSED_REDUCE_SCATTER = re.compile(r"^%?all-reduce-scatter[\w.-]* \(")
+# Type and extents of an array in HLO text, e.g. `bf16[8,128]`: bits of an element, and the extents.
+_ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)[a-z\d]*)\[([\d,]*)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """The collective operations of one kind in a compiled step."""
+
+    kind: str  # Name of the operation in HLO, such as all-gather
+    count: int  # Operations in the program. One in a loop counts once.
+    nbytes: int  # Bytes of their results on one device
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledPlan:
+    """The compiler's plan of a training step. Bytes are per device."""
+
+    target: str  # The devices, such as `v5p:8x8x4` or `8 CPU devices`
+    kernel: str  # Name of the attention kernel
+    # Whether accelerators need less: XLA computes bfloat16 in float32 on CPUs, and keeps both
+    is_upper_bound: bool
+    temp_nbytes: int  # Temporary arrays
+    argument_nbytes: int  # The training state and the batch
+    output_nbytes: int  # The new training state and the metrics
+    alias_nbytes: int  # Outputs that take the place of arguments
+    compile_s: float  # Seconds of tracing and compiling
+    host_nbytes: int  # Largest resident memory of the process that compiled
+    collectives: tuple[Collective, ...]  # The collective operations by kind
+    jax_version: str  # Version of jax
+    libtpu_version: str  # Version of libtpu, the compiler of TPUs. Empty for other devices.
+
+    @property
+    def compiler(self) -> str:
+        """The versions that compiled it, e.g. `jax 0.12.0.1, libtpu 0.0.50.1`. Another one may plan other figures."""
+        if not self.libtpu_version:
+            return f"jax {self.jax_version}"
+        return f"jax {self.jax_version}, libtpu {self.libtpu_version}"
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Bytes that the step needs: temporary arrays, arguments, and outputs that do not alias them."""
+        return self.temp_nbytes + self.argument_nbytes + self.output_nbytes - self.alias_nbytes
+
+    def to_json(self) -> JsonObject:
+        """Return the plan as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> CompiledPlan:
+        """Return the plan of a JSON object that `to_json` returned."""
+        collectives = tuple(Collective(**collective) for collective in fields["collectives"])
+        return cls(**{**fields, "collectives": collectives})
+
+
+def read_collectives(hlo: str) -> tuple[Collective, ...]:
+    """Return the collective operations in the text of a compiled HLO module, sorted by kind."""
+    sizes: dict[str, list[int]] = {}
+    is_fused = False
+    for line in hlo.splitlines():
+        if not line.startswith(" "):
+            is_fused = bool(_FUSED_REDUCE_SCATTER.match(line))
+        elif not is_fused and (match := _COLLECTIVE.match(line)):
+            sizes.setdefault(match["kind"] or "reduce-scatter", []).append(
+                _type_nbytes(match["type"])
+            )
+    return tuple(
+        Collective(kind, len(nbytes), sum(nbytes)) for kind, nbytes in sorted(sizes.items())
+    )
+
+
+def _type_nbytes(hlo_type: str) -> int:
+    """Return the bytes of the arrays in an HLO type, such as `(bf16[2,8]{1,0}, f32[])`."""
+    return sum(
+        # `pred` has no number of bits and takes a byte. A scalar has no extents: its product is 1.
+        math.prod(map(int, filter(None, extents.split(",")))) * int(bits or 8) // 8
+        for bits, extents in _ARRAY.findall(hlo_type)
+    )

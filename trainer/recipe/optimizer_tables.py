@@ -1,7 +1,7 @@
 """The recipe table `[optimizer]`: a tagged union of one table per optimizer, each with its own keys.
 
 A new optimizer needs a table, an entry in `OPTIMIZER_TABLES`, a member in `AnyOptimizerTable`, and
-a rule in `trainer.training.optimizers.rules`. Its `type` has no default: only `AdamWTable.type` has
+a rule in `trainer.training.optimizers`. Its `type` has no default: only `AdamWTable.type` has
 one, so that it may be omitted.
 """
 

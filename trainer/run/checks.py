@@ -28,7 +28,7 @@ from prepcli.models.param_tree import ParamLeaf
 from prepcli.planning.tensors import itemsize
 from trainer.data.files import DataFile, EmptyFileError, check_not_empty, check_readable
 from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, has_local_files, resolve_type
-from trainer.data.remote_files import RemoteFiles, Selection
+from trainer.data.remote_files import RemoteFiles
 from trainer.data.tokenizer import check_tokenizer_exists
 from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
 from trainer.planning.step_inputs import context_warnings, state_leaves
@@ -42,7 +42,6 @@ from trainer.planning.training_plan import (
 from trainer.recipe import Recipe
 from trainer.recipe.conflicts import check_packing, check_source_length
 from trainer.recipe.data_table import Data, split_sources
-from trainer.recipe.text_fields import DataType
 from trainer.run.resume import (
     cast_warning,
     check_continued_start,
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
     from trainer.run.start import StartCheckpoint
     from trainer.training.datasets import DataModel
-    from trainer.training.loop_config import LoopConfig
+    from trainer.training.setup import LoopConfig
 
 
 def check_inputs(
@@ -81,27 +80,20 @@ def check_inputs(
         ):
             # `eval_paths` is None if the evaluation takes held-out sequences, or if there is none.
             if paths is not None and (not may_be_absent or has_local_files(paths)):
-                _check_files(paths, data.type, selection, remote)
+                files = find_data_files(paths, data.type, selection, remote=remote)
+                if files:
+                    resolve_type(files, data.type)
+                empty: list[EmptyFileError] = []
+                for file in files:
+                    try:
+                        _check_file(file)
+                    except EmptyFileError as error:
+                        empty.append(error)
+                if empty and len(empty) == len(files):
+                    raise empty[0]
     tokenizer = recipe.data.tokenizer
     if tokenizer and not (may_be_absent and not os.path.exists(tokenizer)):
         check_tokenizer_exists(Path(tokenizer))
-
-
-def _check_files(
-    paths: Sequence[str], data_type: DataType, selection: Selection, remote: RemoteFiles
-) -> None:
-    """Raise PrepError if the type of files is not clear, a local one cannot be read, or all are empty."""
-    files = find_data_files(paths, data_type, selection, remote=remote)
-    if files:
-        resolve_type(files, data_type)
-    empty: list[EmptyFileError] = []
-    for file in files:
-        try:
-            _check_file(file)
-        except EmptyFileError as error:
-            empty.append(error)
-    if empty and len(empty) == len(files):
-        raise empty[0]
 
 
 def _check_file(file: Path | DataFile) -> None:

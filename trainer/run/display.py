@@ -48,53 +48,31 @@ GAP = "  "
 
 @dataclass(slots=True)
 class RunStatus:
-    """State of a run as it is shown. None and empty texts are unknown values.
+    """State of a run as it is shown. None and empty texts are unknown values."""
 
-    Attributes:
-        name: Name of the run.
-        steps: Number of the last step.
-        step: The last finished step.
-        phase: Current activity, such as `training` or `saving`.
-        phase_progress: Progress of the activity, e.g. `12/40` batches of an evaluation.
-        elapsed_s: Seconds since the start of this process.
-        remaining_s: Estimated seconds to the last step.
-        log_step: Step of the last log line, and so of the values from `losses` to `memory_nbytes`.
-        losses: Losses of the last log lines, or None if one is not finite.
-        z_loss: Z-loss, or None without this term.
-        lr: Learning rate.
-        grad_norm: Norm of the gradients.
-        tokens_per_s: Tokens of all devices per second.
-        step_s: Seconds of a step.
-        mfu: Model FLOPs utilization.
-        memory_nbytes: Highest memory in use on a device.
-        memory_limit_nbytes: Memory of a device.
-        evaluation: The last evaluation.
-        sample: The last generated text, with its prompt.
-        save: The last saved step.
-        skipped: Number of skipped steps.
-    """
-
-    name: str
-    steps: int
-    step: int = 0
-    phase: str = "loading"
-    phase_progress: str = ""
-    elapsed_s: float = 0.0
-    remaining_s: float | None = None
+    name: str  # Name of the run
+    steps: int  # Number of the last step
+    step: int = 0  # The last finished step
+    phase: str = "loading"  # Current activity, such as `training` or `saving`
+    phase_progress: str = ""  # Progress of the activity, e.g. `12/40` batches of an evaluation.
+    elapsed_s: float = 0.0  # Seconds since the start of this process
+    remaining_s: float | None = None  # Estimated seconds to the last step
+    # Step of the last log line, and so of the values from `losses` to `memory_nbytes`
     log_step: int | None = None
+    # Losses of the last log lines, or None if one is not finite
     losses: deque[float | None] = field(default_factory=lambda: deque(maxlen=SPARK_CELLS))
-    z_loss: float | None = None
-    lr: float | None = None
-    grad_norm: float | None = None
-    tokens_per_s: float | None = None
-    step_s: float | None = None
-    mfu: float | None = None
-    memory_nbytes: int | None = None
-    memory_limit_nbytes: int | None = None
-    evaluation: str = ""
-    sample: str = ""
-    save: str = ""
-    skipped: int = 0
+    z_loss: float | None = None  # Z-loss, or None without this term
+    lr: float | None = None  # Learning rate
+    grad_norm: float | None = None  # Norm of the gradients
+    tokens_per_s: float | None = None  # Tokens of all devices per second
+    step_s: float | None = None  # Seconds of a step
+    mfu: float | None = None  # Model FLOPs utilization
+    memory_nbytes: int | None = None  # Highest memory in use on a device
+    memory_limit_nbytes: int | None = None  # Memory of a device
+    evaluation: str = ""  # The last evaluation
+    sample: str = ""  # The last generated text, with its prompt
+    save: str = ""  # The last saved step
+    skipped: int = 0  # Number of skipped steps
 
 
 def status_lines(status: RunStatus, width: int) -> list[Line]:
@@ -118,7 +96,8 @@ def status_lines(status: RunStatus, width: int) -> list[Line]:
     for label, items in rows:
         known = [item for item in items if item[0]]
         if known:
-            lines.append(_format_row(label, known, width))
+            head = f"{label:<8}"
+            lines.append([(head, "dim"), *_fitting_items(known, width - len(head))])
     return lines
 
 
@@ -209,11 +188,6 @@ def _memory_items(status: RunStatus) -> list[Segment]:
     if limit:
         text = format_bytes_of(status.memory_nbytes, limit)
     return [(f"peak {text} per device", "")]
-
-
-def _format_row(label: str, items: Sequence[Segment], width: int) -> Line:
-    head = f"{label:<8}"
-    return [(head, "dim"), *_fitting_items(items, width - len(head))]
 
 
 def _fitting_items(items: Sequence[Segment], width: int) -> list[Segment]:

@@ -73,7 +73,7 @@ class OpenedModel:
 
     def load(self, dtype_of: Callable[[str], str]) -> Tree:
         """Return the parameters as sharded arrays. `dtype_of` maps the dotted path of a leaf to its dtype."""
-        from trainer.training.loading import load_params
+        from trainer.training.checkpoint import load_params
 
         return load_params(self.reader, self.model, sharding=self.sharding, dtype_of=dtype_of)
 
@@ -239,7 +239,7 @@ def load_verbatim_params(
     """
     from trainer.distributed.devices import local_devices
     from trainer.distributed.sharding import local_device_sharding
-    from trainer.training.loading import make_loader
+    from trainer.training.checkpoint import make_loader
 
     local_devices()
     leaves = param_leaves(source.family, source.config, tied=False)
@@ -248,7 +248,7 @@ def load_verbatim_params(
         if tensor.nbytes == 0:
             arrays[tensor.name] = np.empty(tensor.shape, numpy_dtype(tensor.dtype))
     with open_checked_reader(source, path, mesh, verify, on_unchecked) as reader:
-        sharding = make_sharding(mesh, _partition_rules(source))
+        sharding = make_sharding(mesh, with_default_preset(source.tree_manifest.rules))
         check_leaf_rules(sharding.rules, {name: leaf.dims for name, leaf in leaves.items()})
         loader = make_loader(reader)
         for name, leaf in leaves.items():
@@ -261,10 +261,6 @@ def load_verbatim_params(
                 f"params.{name}", _load_target(leaf, numpy_dtype(leaf_dtype), placement)
             )
     return arrays
-
-
-def _partition_rules(source: Source) -> tuple[str, ...]:
-    return with_default_preset(source.tree_manifest.rules)
 
 
 def _load_target(leaf: ParamLeaf, dtype: np.dtype, sharding: Any) -> jax.ShapeDtypeStruct:

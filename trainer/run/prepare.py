@@ -17,10 +17,9 @@ from trainer.planning.step_inputs import check_patterns
 from trainer.recipe import Recipe, batch_shape, recipe_to_toml
 from trainer.recipe.key_types import MAX_INT32
 from trainer.run.checks import check_before_steps, check_machine, check_model
-from trainer.run.processes import compare_start
 from trainer.run.recipe_data import open_run_datasets
 from trainer.run.resume import check_base, check_resumable_step, read_changed_keys
-from trainer.run.run import Run
+from trainer.run.run import Run, compare_start
 from trainer.run.start import RandomReader, StartCheckpoint
 from trainer.run.storage import explain_removed_step
 from trainer.run.summary import rounding_environment, rounding_text, run_summary_lines
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import ModelSpec
     from trainer.training.events import Interval
-    from trainer.training.loop_config import LoopConfig
     from trainer.training.samples import Sampler
+    from trainer.training.setup import LoopConfig
     from trainer.training.source_datasets import Datasets
     from trainer.training.step import TrainState
 
@@ -140,8 +139,7 @@ def build_loop_config(
         UsageError: Batch, learning rate schedule and mesh do not fit together, or the run has too
             many steps.
     """
-    from trainer.training.loop_config import LoopConfig
-    from trainer.training.setup import build_step_setup, peak_step_s
+    from trainer.training.setup import LoopConfig, build_step_setup, peak_step_s
     from trainer.training.source_datasets import make_order
 
     recipe = run.recipe
@@ -254,7 +252,7 @@ def load_state(run: Run, start: StartCheckpoint, config: LoopConfig) -> TrainSta
     Raises:
         PrepError: The state is damaged or cannot be resumed, or another process has removed the step meanwhile.
     """
-    from trainer.training.loading import init_state, random_state, restore_state
+    from trainer.training.checkpoint import init_state, random_state, restore_state
 
     setup = config.setup
     with explain_removed_step(run.storage, start.resume_step):

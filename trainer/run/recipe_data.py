@@ -22,7 +22,6 @@ from prepcli.sources.locate import Access, locate, make_access
 from prepcli.sources.opening import open_source
 from prepcli.sources.recorded_sources import apply_lock, pinned_revision
 from prepcli.sources.references import advise_conversion
-from prepcli.sources.source import Source
 from prepcli.stores.addresses import parse_hub_address, parse_url
 from prepcli.stores.byte_ranges import RemoteFile
 from prepcli.stores.files import open_regular_file
@@ -70,15 +69,10 @@ SCHEMES = ("gs://", "s3://", "hf://")
 
 @dataclass(frozen=True, slots=True)
 class DataFinder:
-    """Finder of data files by URL. It implements the trainer's `RemoteFiles`.
+    """Finder of data files by URL. It implements the trainer's `RemoteFiles`."""
 
-    Attributes:
-        access: Time-outs and retries, and whether only the hub's cache may be used.
-        note: Called with a message before a download.
-    """
-
-    access: Access
-    note: Callable[[str], None]
+    access: Access  # Time-outs and retries, and whether only the hub's cache may be used
+    note: Callable[[str], None]  # Called with a message before a download
 
     def find(
         self, url: str, accepts: Callable[[str], bool], selection: Selection
@@ -307,15 +301,10 @@ def _web_address_hint(url: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RecipeModel:
-    """The parts of a recipe's model for its data.
+    """The parts of a recipe's model for its data."""
 
-    Attributes:
-        model: The model, with the changes of the recipe.
-        tokenizer_folder: Folder with its tokenizer.
-    """
-
-    model: PlannedModel
-    tokenizer_folder: Path
+    model: PlannedModel  # The model, with the changes of the recipe
+    tokenizer_folder: Path  # Folder with its tokenizer
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -513,15 +502,11 @@ def open_recipe_model(recipe: Recipe, *, offline: bool, observer: Observer) -> R
         source = open_source(located)
     if lock is not None:
         source = apply_lock(source, lock, str(recipe.model.lock), located.files.commit)
-    model = _source_model(source).of_recipe(recipe.model)
-    return RecipeModel(model, checkpoint_tokenizer_folder(source))
-
-
-def _source_model(source: Source) -> PlannedModel:
-    """Return the model of a checkpoint, of prep or of another format."""
     if source.tree_manifest.is_tree:
-        return model_of_manifest(source.tree_manifest)
-    return model_of_config(source.config)
+        model = model_of_manifest(source.tree_manifest)
+    else:
+        model = model_of_config(source.config)
+    return RecipeModel(model.of_recipe(recipe.model), checkpoint_tokenizer_folder(source))
 
 
 def run_batch_size(recipe: Recipe) -> int:
@@ -535,14 +520,6 @@ def run_batch_size(recipe: Recipe) -> int:
     mesh = parse_mesh(recipe.mesh, Key("mesh"))
     n_replicas = mesh.size("dp") * mesh.size("fsdp")
     return batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=n_replicas).size
-
-
-def _format_tokens(count: int) -> str:
-    """Format as `3.1 M tokens` or `310 M tokens`."""
-    decimals = 1
-    if count >= 10_000_000:
-        decimals = 0
-    return f"{count / 1e6:,.{decimals}f} M tokens"
 
 
 def tokenize_progress(observer: Observer) -> Callable[[int, int, int], None]:
@@ -560,7 +537,10 @@ def tokenize_progress(observer: Observer) -> Callable[[int, int, int], None]:
         if done_nbytes < 0:
             progress.begin("tokenize", total, nbytes)
             done_nbytes = nbytes
-        tokens = _format_tokens(n_tokens)
+        decimals = 1
+        if n_tokens >= 10_000_000:
+            decimals = 0
+        tokens = f"{n_tokens / 1e6:,.{decimals}f} M tokens"
         # `--progress json` prints an event per note, without a minimum interval.
         # The text changes at most once per 0.1 M tokens, and only a changed text is passed on.
         if n_tokens and tokens != shown_tokens:

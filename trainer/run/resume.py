@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from prepcli.execution.checkpoint_manager import CheckpointManager
     from trainer.training.eval_metrics import Patience
     from trainer.training.events import MissingEvents
-    from trainer.training.loop_config import LoopConfig
+    from trainer.training.setup import LoopConfig
 
 # Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
 # The mesh, the rules and the model keys below change results only within rounding. Steps and schedule keys are checked

@@ -136,16 +136,12 @@ class EvenSample(Generic[T]):
 
 @dataclass(slots=True)
 class RunMetrics:
-    """Metrics of a run.
+    """Metrics of a run."""
 
-    Attributes:
-        steps: Lowest and highest step with a line, or None without lines.
-        last_step: Step of the last line, or None without lines.
-        curves: Curve of each name, in the order of the first lines with it.
-    """
-
+    # Lowest and highest step with a line, or None without lines
     steps: tuple[float, float] | None = None
-    last_step: int | None = None
+    last_step: int | None = None  # Step of the last line, or None without lines
+    # Curve of each name, in the order of the first lines with it
     curves: dict[str, RunningCurve] = field(default_factory=dict)
     _median_values: dict[str, EvenSample[float]] = field(
         default_factory=lambda: {name: EvenSample(MAX_MEDIAN_VALUES) for name in MEDIAN_NAMES}
@@ -181,7 +177,18 @@ class RunMetrics:
                 if name in self._median_values:
                     self._median_values[name].add(value)
         if is_number(line.get("eval_loss")):
-            self._add_loss(line["eval_loss"], line.get("eval_tokens"))
+            loss = line["eval_loss"]
+            num_tokens = line.get("eval_tokens")
+            if isinstance(num_tokens, int | float) and is_number(num_tokens):
+                key = num_tokens
+            else:
+                key = None
+            best = self._best_losses.pop(key, loss)
+            # The last number of tokens is the last key.
+            self._best_losses[key] = min(best, loss)
+            if len(self._best_losses) > MAX_EVAL_SIZES:
+                # `pop` above moves a used key to the end, so the first key is the one that was not used for longest.
+                del self._best_losses[next(iter(self._best_losses))]
 
     def points(self, name: str) -> list[Point]:
         """Return (step, value) pairs of a name. Long curves keep only the extremes of each bucket."""
@@ -210,18 +217,6 @@ class RunMetrics:
             return None
         return self.curves.setdefault(name, RunningCurve())
 
-    def _add_loss(self, loss: float, num_tokens: object) -> None:
-        if isinstance(num_tokens, int | float) and is_number(num_tokens):
-            key = num_tokens
-        else:
-            key = None
-        best = self._best_losses.pop(key, loss)
-        # The last number of tokens is the last key.
-        self._best_losses[key] = min(best, loss)
-        if len(self._best_losses) > MAX_EVAL_SIZES:
-            # `pop` above moves a used key to the end, so the first key is the one that was not used for longest.
-            del self._best_losses[next(iter(self._best_losses))]
-
 
 SAMPLES_FILE = "samples.jsonl"
 RECORD_FILES = frozenset({RECIPE_FILE, METRICS_FILE, SAMPLES_FILE, ENVIRONMENT_FILE})
@@ -235,15 +230,10 @@ ENVIRONMENT_HINT = "remove it: the next start of the run writes it again"
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """A checkpoint of a run.
+    """A checkpoint of a run."""
 
-    Attributes:
-        step: Its step.
-        nbytes: Size of its files.
-    """
-
-    step: int
-    nbytes: int
+    step: int  # Its step
+    nbytes: int  # Size of its files
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,31 +247,20 @@ class SavedSample:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run as its files describe it.
+    """A run as its files describe it."""
 
-    Attributes:
-        name: Its path or URL.
-        title: The last part of it.
-        metrics: Its metrics.
-        recipe: Value of each recipe key as TOML.
-        environment: Machine, data and versions of the last start, empty for a run of an earlier
-            prep.
-        checkpoints: The saved steps.
-        samples: Generated texts in the order of steps. If a prompt has too many texts, only evenly spaced ones and the
-            last one.
-        sample_counts: Number of all texts by prompt.
-        notes: Messages about parts of the files that were not read.
-    """
-
-    name: str
-    title: str
-    metrics: RunMetrics
-    recipe: Mapping[str, str]
+    name: str  # Its path or URL
+    title: str  # The last part of it
+    metrics: RunMetrics  # Its metrics
+    recipe: Mapping[str, str]  # Value of each recipe key as TOML
+    # Machine, data and versions of the last start, empty for a run of an earlier prep
     environment: JsonObject
-    checkpoints: tuple[SavedStep, ...]
+    checkpoints: tuple[SavedStep, ...]  # The saved steps
+    # Generated texts in the order of steps. If a prompt has too many texts, only evenly spaced ones and the last
+    # one.
     samples: tuple[SavedSample, ...]
-    sample_counts: Mapping[str, int]
-    notes: tuple[str, ...] = ()
+    sample_counts: Mapping[str, int]  # Number of all texts by prompt
+    notes: tuple[str, ...] = ()  # Messages about parts of the files that were not read
 
     @property
     def last_step(self) -> int:
@@ -337,7 +316,11 @@ def read_run(path: Path) -> RunRecord:
         ),
         samples=samples,
         sample_counts=sample_counts,
-        notes=tuple(_skip_note(path / name, count) for name, count in skipped.items() if count),
+        notes=tuple(
+            f"skipped {count_text(count, 'line')} of {path / name}: not a JSON object with a step, or too long"
+            for name, count in skipped.items()
+            if count
+        ),
     )
 
 
@@ -367,12 +350,6 @@ def _read_samples(
         by_line.update(texts.items)
     samples = tuple(by_line[number] for number in sorted(by_line))
     return samples, {prompt: texts.count for prompt, texts in kept.items()}
-
-
-def _skip_note(path: Path, count: int) -> str:
-    return (
-        f"skipped {count_text(count, 'line')} of {path}: not a JSON object with a step, or too long"
-    )
 
 
 def not_a_run_error(name: str, *, exists: bool) -> PrepError:

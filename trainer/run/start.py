@@ -67,8 +67,11 @@ from prepcli.targets.hf_folder import (
     with_tokenizer,
 )
 from prepcli.targets.orbax_item import StartModel
-from trainer.planning.config_overrides import override_fields
-from trainer.planning.model_shapes import PlannedModel, model_of_config, recipe_config
+from trainer.planning.model_shapes import (
+    model_of_config,
+    override_fields,
+    recipe_config,
+)
 from trainer.recipe import Recipe
 from trainer.recipe.model_table import Lora, Model
 from trainer.run.params import check_lock_verified, open_weights
@@ -80,13 +83,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RandomReader:
-    """A CheckpointReader without leaves: the parameters are initialized on the devices.
+    """A CheckpointReader without leaves: the parameters are initialized on the devices."""
 
-    Attributes:
-        manifest: The manifest that an init of the model would have.
-    """
-
-    manifest: Manifest
+    manifest: Manifest  # The manifest that an init of the model would have
     is_remote = False
 
     @property
@@ -135,19 +134,11 @@ def random_start(recipe: Recipe, mesh: Mesh, rules: Sequence[str]) -> StartModel
         PrepError: The config is invalid or not supported, or there is no tokenizer.
     """
     model = model_of_config(random_config(recipe.model))
-    manifest = _model_manifest(model, mesh, rules)
-    manifest |= Manifest(name=_model_name(recipe.model))
-    files = random_start_files(recipe.data.tokenizer, recipe.model.config)
-    return StartModel(manifest, files)
-
-
-def _model_manifest(model: PlannedModel, mesh: Mesh, rules: Sequence[str]) -> Manifest:
-    """Return the entries of the manifest that `prep save-init` would write for a model."""
     family = family_of(model.config)
     described = model.manifest(mesh, merge_rules(rules))
     config: HFConfig = described["config"]
     padded_size = family.sizes(config)["vocab"]
-    return Manifest(
+    manifest = Manifest(
         config=config,
         tied=described["tied"],
         scan=described["scan"],
@@ -165,6 +156,9 @@ def _model_manifest(model: PlannedModel, mesh: Mesh, rules: Sequence[str]) -> Ma
         mesh=str(mesh),
         rules=list(rules),
     )
+    manifest |= Manifest(name=_model_name(recipe.model))
+    files = random_start_files(recipe.data.tokenizer, recipe.model.config)
+    return StartModel(manifest, files)
 
 
 def _model_name(table: Model) -> str:
@@ -219,28 +213,21 @@ def _is_in_run(checkpoint: str, storage: RunStorage) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StartCheckpoint:
-    """Open checkpoint to start or resume a run from.
+    """Open checkpoint to start or resume a run from."""
 
-    Attributes:
-        model_reader: Reads the parameters of the model. With LoRA, it reads the frozen base. For a saved
-            step it also reads the optimizer state. For a random start it has no leaves.
-        model: Folder of an Orbax checkpoint of prep, or the settings and files of another model.
-        tokenizer_folder: Folder with the tokenizer.
-        resume_step: Step of the run, if the checkpoint is one. 0 means another model.
-        hint: Hint of the error for a damaged checkpoint.
-        commit: Commit of the model on the hub.
-        lora: Settings of the trained adapters. None if the run trains all parameters.
-        adapter_reader: Reads the adapters, and the optimizer state if the run is resumed. None without LoRA, and
-            if the adapters are new.
-    """
-
+    # Reads the parameters of the model. With LoRA, it reads the frozen base. For a saved step it also reads the
+    # optimizer state. For a random start it has no leaves.
     model_reader: ItemReader | WeightsReader | RandomReader
+    # Folder of an Orbax checkpoint of prep, or the settings and files of another model
     model: AnyPath | StartModel
-    tokenizer_folder: Path
-    resume_step: int = 0
-    hint: str = RECREATE_HINT
-    commit: str | None = None
+    tokenizer_folder: Path  # Folder with the tokenizer
+    resume_step: int = 0  # Step of the run, if the checkpoint is one. 0 means another model.
+    hint: str = RECREATE_HINT  # Hint of the error for a damaged checkpoint
+    commit: str | None = None  # Commit of the model on the hub
+    # Settings of the trained adapters. None if the run trains all parameters.
     lora: JsonObject | None = None
+    # Reads the adapters, and the optimizer state if the run is resumed. None without LoRA, and if the adapters
+    # are new.
     adapter_reader: ItemReader | WeightsReader | None = None
 
     @property

@@ -53,7 +53,7 @@ def open_run_storage(out: Path | None, recipe: Recipe, observer: Observer) -> Ru
         UsageError: A URL has another scheme, or is invalid.
     """
     from trainer.data.cache_records import OPENED_PREFIX
-    from trainer.distributed.hosts import PROBE_PREFIX
+    from trainer.distributed.agreement import PROBE_PREFIX
 
     url = parse_out_url(out)
     if url is None:
@@ -167,7 +167,7 @@ def check_shared_folder(folder: Path, group: ProcessGroup) -> None:
     Raises:
         PrepError: A process has another folder of this name, or process 0 cannot write to it.
     """
-    from trainer.distributed.hosts import sees_folder
+    from trainer.distributed.agreement import sees_folder
 
     is_shared = sees_folder(folder, group)
     with joint_work(group, "folder-seen"):

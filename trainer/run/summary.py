@@ -17,7 +17,6 @@ from prepcli.algebra.axis_map import dim_name
 from prepcli.core import package_versions
 from prepcli.core.errors import Command, Option, text
 from prepcli.core.formatting import count_text, format_bytes
-from prepcli.core.json_values import JsonObject
 from prepcli.models.activation_memory import WHOLE
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import KernelChoice
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import AttentionOptions, ModelSpec
     from trainer.run.start import StartCheckpoint
-    from trainer.training.loop_config import LoopConfig
+    from trainer.training.setup import LoopConfig
     from trainer.training.source_datasets import TokenStore
     from trainer.training.step import StepSetup
 
@@ -50,16 +49,10 @@ def write_environment(run: Run, config: LoopConfig, step: int) -> None:
 
     Raise PrepError if it cannot be written.
     """
-    text = json.dumps(environment_fields(run, config, step), indent=1) + "\n"
-    write_run_file(run, ENVIRONMENT_FILE, text)
-
-
-def environment_fields(run: Run, config: LoopConfig, step: int) -> JsonObject:
-    """Return the environment of a run, for JSON."""
     forward_config = config.setup.forward_config
     sharding = config.setup.sharding
     assert sharding.device_mesh is not None
-    return {
+    environment_fields = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "resumed_at": step,
         "steps": config.steps,
@@ -82,6 +75,8 @@ def environment_fields(run: Run, config: LoopConfig, step: int) -> JsonObject:
         "platform": platform.platform(),
         "versions": {name: version for name, version in package_versions().items() if version},
     }
+    text = json.dumps(environment_fields, indent=1) + "\n"
+    write_run_file(run, ENVIRONMENT_FILE, text)
 
 
 def _num_elements(leaves: Mapping[str, ParamLeaf]) -> int:
@@ -90,7 +85,7 @@ def _num_elements(leaves: Mapping[str, ParamLeaf]) -> int:
 
 def rounding_environment(sharding: ShardingContext) -> dict[str, str | int]:
     """Return the kind of device, the versions of JAX, XLA's flags and, for CPUs, the cores of this process."""
-    from trainer.distributed.exact_backend import xla_flags
+    from trainer.distributed.exact_sums import xla_flags
 
     assert sharding.device_mesh is not None
     device = sharding.device_mesh.devices.flat[0]
@@ -129,7 +124,17 @@ def run_summary_lines(
         if line:
             yield line
     yield attention_text(kernel, setup.forward_config.attention_options)
-    yield _batch_text(config)
+    size = config.order.batch_size
+    length = config.tokens_per_step // size
+    parts = ""
+    if config.setup.accumulate > 1:
+        parts = f" in {config.setup.accumulate} parts"
+    epochs = config.steps / config.order.steps_per_epoch
+    batch_text = (
+        f"batch {size} x {length} = {count_text(config.tokens_per_step, 'token')} per step{parts};"
+        f" {count_text(config.steps, 'step')} = {epochs:.2f} epochs of {count_text(config.train.n_rows, 'sequence')}"
+    )
+    yield batch_text
     yield schedule_text(setup.optimizer.lr_schedule)
     if config.evaluation is not None:
         n_rows = config.evaluation.n_rows
@@ -225,20 +230,6 @@ def _mesh_lines(setup: StepSetup) -> Iterator[str]:
         # A rule for a dim of other models, e.g. `experts`, has no effect and is not shown.
         dims.update(map(dim_name, leaf.dims))
     yield f"rules {', '.join(rule_texts(sharding.rules, dims))}"
-
-
-def _batch_text(config: LoopConfig) -> str:
-    """Return the batch, the steps and the epochs of a run as text."""
-    size = config.order.batch_size
-    length = config.tokens_per_step // size
-    parts = ""
-    if config.setup.accumulate > 1:
-        parts = f" in {config.setup.accumulate} parts"
-    epochs = config.steps / config.order.steps_per_epoch
-    return (
-        f"batch {size} x {length} = {count_text(config.tokens_per_step, 'token')} per step{parts};"
-        f" {count_text(config.steps, 'step')} = {epochs:.2f} epochs of {count_text(config.train.n_rows, 'sequence')}"
-    )
 
 
 def adapters_text(model: ModelSpec) -> str:

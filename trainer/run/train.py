@@ -35,18 +35,21 @@ from trainer.run.checks import (
 from trainer.run.display import open_display
 from trainer.run.logs import check_logs, open_logs
 from trainer.run.prepare import configure, load_state, with_base_facts
-from trainer.run.processes import (
-    compare_settings,
-    connect_processes,
-    run_together,
-)
 from trainer.run.recipe_data import DataFinder
 from trainer.run.resume import (
     find_lowest_cost,
     find_missing_events,
     find_patience,
 )
-from trainer.run.run import ExportStep, Run, TrainResult, TrainSettings
+from trainer.run.run import (
+    ExportStep,
+    Run,
+    TrainResult,
+    TrainSettings,
+    compare_settings,
+    connect_processes,
+    run_together,
+)
 from trainer.run.start import (
     StartCheckpoint,
     check_restart_source,
@@ -78,7 +81,7 @@ if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
     from trainer.training.events import StepProfiler
     from trainer.training.loop import Loop
-    from trainer.training.loop_config import LoopConfig
+    from trainer.training.setup import LoopConfig
 
 
 def train(
@@ -135,7 +138,6 @@ def train(
                         state,
                         store=checkpoints,
                         logs=[*logs, display, WatchdogLog(run)],
-                        poll_stop_reason=lambda: stop_signal(),
                         lowest_cost=find_lowest_cost(run, config, checkpoints),
                         patience=patience,
                         missing_events=missing_events,
@@ -149,7 +151,7 @@ def train(
                         lambda _: run.observer.note("stopping after this step; again to quit"),
                         lambda: quit_run(run),
                     ) as stop_signal:
-                        loop.run()
+                        loop.run(stop_signal)
                 end_exports(run, loop, exports, stop_signal=stop_signal())
             displays.close()
             return finish(run, loop)
@@ -163,8 +165,8 @@ def connect(
 
     A failure, a stop or a loss of one process ends all of them.
     """
-    from trainer.distributed import hosts
-    from trainer.distributed.exact_backend import start_exact_backend
+    from trainer.distributed.agreement import processes_per_host
+    from trainer.distributed.exact_sums import start_exact_backend
     from trainer.distributed.sharding import catch_out_of_memory
     from trainer.distributed.start import check_local_devices
 
@@ -194,8 +196,9 @@ def connect(
             # A dry run writes nothing to the run, and may be asked for while another process trains it.
             if not options.dry_run:
                 stack.enter_context(hold_run(storage, group, observer.warn))
-            num_processes = hosts.processes_per_host(group)
-            yield replace(run, enter_phase=enter_phase, processes_per_host=num_processes)
+            yield replace(
+                run, enter_phase=enter_phase, processes_per_host=processes_per_host(group)
+            )
 
 
 def process_number(group: ProcessGroup) -> int | None:

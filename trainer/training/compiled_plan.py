@@ -19,21 +19,19 @@ from prepcli.core.errors import USAGE, Key, Option, PrepError, UsageError, text,
 from prepcli.models.attention_kernels import ANY_ACCELERATOR
 from prepcli.models.mesh import Mesh, num_slices, parse_mesh, parse_slice_counts
 from trainer.data.packed_documents import document_columns
-from trainer.data.packing import ColumnSpecs
 from trainer.data.seq2seq import seq2seq_columns
-from trainer.distributed.compile_process import (
+from trainer.distributed.compilation import (
     UNWATCHED,
     CompileWatch,
     read_request,
     report_phase,
     run_compile_process,
 )
-from trainer.distributed.mesh_devices import device_kind
-from trainer.distributed.sharding import catch_out_of_memory, make_sharding_context
-from trainer.distributed.topology import libtpu_version, tpu_devices
+from trainer.distributed.devices import libtpu_version, tpu_devices
+from trainer.distributed.sharding import catch_out_of_memory, device_kind, make_sharding_context
 from trainer.nn.model_spec import model_from_manifest
-from trainer.planning.compiled_plan import CompiledPlan, read_collectives
-from trainer.planning.step_inputs import has_segments, run_dropout
+from trainer.planning.step_inputs import has_segments, run_dropout, run_kernels
+from trainer.planning.training_plan import CompiledPlan, read_collectives
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.key_types import MAX_INT32
 from trainer.training.feed import column_shapes
@@ -41,7 +39,6 @@ from trainer.training.setup import (
     build_step_setup,
     check_model_layout,
     partition_rules,
-    preferred_kernel,
 )
 from trainer.training.step import StepSetup, jit_train_step, state_shapes
 
@@ -110,14 +107,25 @@ def _compile_recipe(
     device = ANY_ACCELERATOR
     if topology:
         device = device_kind(sharding)
-    model = model_from_manifest({**manifest, **_lora_entry(recipe)})
+    if recipe.lora.path is not None:
+        why = "the rank is in the adapter's files, which are not read"
+        hint = "`lora.rank` instead of `lora.path`"
+        what = text("{} is not supported for {}", Key("lora.path"), Option("compile", True))
+        raise usage_error(what, why, hint)
+    lora = recipe.lora.new_adapters
+    if lora is not None:
+        manifest = {**manifest, "lora": lora.manifest_entry()}
+    model = model_from_manifest(manifest)
     check_model_layout(recipe, model, sharding)
     dropout = run_dropout(recipe, manifest["config"])
+    _, choices = run_kernels(
+        recipe, model, sharding.mesh, sharding.rules, device=device, dropout=dropout
+    )
     setup = build_step_setup(
         recipe,
         model,
         sharding=sharding,
-        kernel=preferred_kernel(recipe, model, sharding, device=device, dropout=dropout).name,
+        kernel=choices[0].name,
         # Without `train.steps` the number of steps follows from the data, which is not read here.
         # The largest supported number stands for it.
         steps=recipe.train.steps or MAX_INT32,
@@ -127,7 +135,11 @@ def _compile_recipe(
     shape = batch_shape(
         recipe.batch, n_devices=mesh.n_devices, n_replicas=sharding.data_parallel_size
     )
-    batch = column_shapes(_column_specs(recipe), shape.size, sharding)
+    if recipe.data.source_length:
+        column_specs = seq2seq_columns(recipe.data.source_length, recipe.data.seq_length)
+    else:
+        column_specs = document_columns(recipe.data.seq_length, has_segments=has_segments(recipe))
+    batch = column_shapes(column_specs, shape.size, sharding)
     return compile_plan(setup, batch, topology or f"{mesh.n_devices} CPU devices", report_phase)
 
 
@@ -173,29 +185,6 @@ def compile_plan(
         jax_version=jax.__version__,
         libtpu_version=libtpu_version() if platform == "tpu" else "",
     )
-
-
-def _lora_entry(recipe: Recipe) -> dict[str, Any]:
-    """Return the manifest's entry for the adapters of a recipe.
-
-    Empty without adapters.
-    """
-    if recipe.lora.path is not None:
-        why = "the rank is in the adapter's files, which are not read"
-        hint = "`lora.rank` instead of `lora.path`"
-        what = text("{} is not supported for {}", Key("lora.path"), Option("compile", True))
-        raise usage_error(what, why, hint)
-    lora = recipe.lora.new_adapters
-    if lora is None:
-        return {}
-    return {"lora": lora.manifest_entry()}
-
-
-def _column_specs(recipe: Recipe) -> ColumnSpecs:
-    """Return length and dtype of each array of a training row."""
-    if recipe.data.source_length:
-        return seq2seq_columns(recipe.data.source_length, recipe.data.seq_length)
-    return document_columns(recipe.data.seq_length, has_segments=has_segments(recipe))
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.files import Note
 from trainer.data.find_files import NO_REMOTE_FILES
-from trainer.data.packed_documents import DocumentDataset, document_dataset
+from trainer.data.packed_documents import document_dataset
 from trainer.data.packing import Dataset, PackedDataset, split_holdout
 from trainer.data.remote_files import RemoteFiles
 from trainer.data.seq2seq import seq2seq_dataset
@@ -32,12 +32,12 @@ from trainer.data.windows import with_stride
 from trainer.recipe import Recipe
 from trainer.recipe.data_table import SPAN_CORRUPTION, Data, recipe_span_sizes, split_sources
 from trainer.recipe.text_fields import CHAT_FORMATS, TRAINING, parse_fields
-from trainer.training.data_shape import find_data_shape
-from trainer.training.group_tokens import tokenize_in_group
 from trainer.training.source_datasets import (
     Datasets,
     build_mixture,
     eval_selection,
+    find_data_shape,
+    tokenize_in_group,
     train_selection,
 )
 
@@ -275,11 +275,7 @@ def _example_settings(
     tokenizer: Path,
     stop_ids: tuple[int, ...],
 ) -> ExampleSettings:
-    """Return the settings of examples.
-
-    Raises:
-        PrepError: The fields do not fit the model, or the model has no special token of a kind that the recipe needs.
-    """
+    """Return the settings of examples."""
     chat_template: ChatTemplate | None = None
     add_eos = data.add_eos
     is_chat = data.format in CHAT_FORMATS
@@ -326,7 +322,17 @@ def _build_dataset(
     """Return the dataset of a store. `special_ids` are the token ids of span corruption."""
     settings = config.examples
     if special_ids is not None:
-        return _span_corruption_dataset(tokens, data, special_ids, seed=seed)
+        sizes = recipe_span_sizes(data)
+        return SpanCorruptionDataset(
+            tokens,
+            sizes,
+            special_ids,
+            source_length=data.source_length or sizes.source_length,
+            seq_length=data.seq_length,
+            seed=seed,
+            first_row=0,
+            n_rows=tokens.n_blocks,
+        )
     if settings.has_encoder:
         start_id = decoder_start_token_id(model_config, config.vocab)
         return seq2seq_dataset(
@@ -348,30 +354,9 @@ def _build_dataset(
                 Key("data.add_bos", "true", is_override=True),
             ),
         )
-    note(_packing_summary(dataset))
-    return dataset
-
-
-def _packing_summary(dataset: DocumentDataset) -> str:
     places = f"{100 * dataset.rows.fraction_with_token:.2f} % of their places have a token"
-    return f"{dataset.n_rows:,} sequences of {dataset.seq_length:,}: {places}"
-
-
-def _span_corruption_dataset(
-    tokens: MappedTokens, data: Data, special_ids: SpanCorruptionTokenIds, *, seed: int
-) -> Dataset:
-    """Return a dataset of span corruption over all blocks of a store."""
-    sizes = recipe_span_sizes(data)
-    return SpanCorruptionDataset(
-        tokens,
-        sizes,
-        special_ids,
-        source_length=data.source_length or sizes.source_length,
-        seq_length=data.seq_length,
-        seed=seed,
-        first_row=0,
-        n_rows=tokens.n_blocks,
-    )
+    note(f"{dataset.n_rows:,} sequences of {dataset.seq_length:,}: {places}")
+    return dataset
 
 
 def _span_special_ids(
@@ -380,9 +365,6 @@ def _span_special_ids(
     """Return the token ids that span corruption adds.
 
     None if the objective is another one.
-
-    Raises:
-        PrepError: One of them is missing in the model or its tokenizer.
     """
     if data.objective != SPAN_CORRUPTION:
         return None

@@ -20,15 +20,10 @@ METRIC_PREFIX = "metric."
 
 @dataclass(frozen=True, slots=True)
 class BestMetric:
-    """A value of evaluations, and whether its lowest or its highest value is the best one.
+    """A value of evaluations, and whether its lowest or its highest value is the best one."""
 
-    Attributes:
-        name: Its name in the log, e.g. `eval_accuracy`.
-        best_is: The best value.
-    """
-
-    name: str = EVAL_LOSS
-    best_is: Direction = "lowest"
+    name: str = EVAL_LOSS  # Its name in the log, e.g. `eval_accuracy`.
+    best_is: Direction = "lowest"  # The best value
 
     def cost(self, line: Mapping[str, object]) -> float:
         """Return the value of an evaluation's line as a number whose lowest value is the best one.
@@ -64,19 +59,12 @@ def best_metric(recipe: Recipe) -> BestMetric:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """The evaluations of a run so far, as far as they decide whether it ends early.
+    """The evaluations of a run so far, as far as they decide whether it ends early."""
 
-    Attributes:
-        cost: Lowest cost so far. Infinite before the first finite one.
-        best_step: Step of the lowest cost.
-        last_step: Step of the last evaluation. -1 before the first one.
-        evaluations: Number of evaluations since the one with the lowest cost.
-    """
-
-    cost: float = math.inf
-    best_step: int = 0
-    last_step: int = -1
-    evaluations: int = 0
+    cost: float = math.inf  # Lowest cost so far. Infinite before the first finite one.
+    best_step: int = 0  # Step of the lowest cost
+    last_step: int = -1  # Step of the last evaluation. -1 before the first one.
+    evaluations: int = 0  # Number of evaluations since the one with the lowest cost
 
     def after(self, step: int, cost: float) -> Patience:
         """Return the state after one more evaluation."""
@@ -171,13 +159,11 @@ class TokenFunctions:
 
     They compute each token by itself, so that the sums over tokens depend neither on the mesh nor
     on micro-batches nor on chunks, beyond rounding. The logits have no padding of the vocabulary.
-
-    Attributes:
-        loss_fn: Computes the loss of each token in training, [B, C]. None means the cross entropy.
-        metric_fn: Computes values [B, C] of each token in evaluation, by name. None means none.
     """
 
+    # Computes the loss of each token in training, [B, C]. None means the cross entropy.
     loss_fn: TokenLoss | None = None
+    # Computes values [B, C] of each token in evaluation, by name. None means none.
     metric_fn: TokenMetrics | None = None
 
     @property

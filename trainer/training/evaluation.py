@@ -35,18 +35,12 @@ EvalStep = Callable[[Tree, TokenBatch], Mapping[str, Array]]
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Loss and accuracy over the predicted tokens of a dataset.
+    """Loss and accuracy over the predicted tokens of a dataset."""
 
-    Attributes:
-        mean_loss: Mean cross-entropy of a token. NaN without tokens.
-        accuracy: Fraction of the tokens that are predicted correctly. NaN without tokens.
-        num_tokens: Number of predicted tokens.
-        metrics: Mean over the tokens of each value that `metric_fn` computes. NaN without tokens.
-    """
-
-    mean_loss: float
-    accuracy: float
-    num_tokens: int
+    mean_loss: float  # Mean cross-entropy of a token. NaN without tokens.
+    accuracy: float  # Fraction of the tokens that are predicted correctly. NaN without tokens.
+    num_tokens: int  # Number of predicted tokens
+    # Mean over the tokens of each value that `metric_fn` computes. NaN without tokens.
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -233,28 +227,18 @@ LENGTH_MULTIPLE = 64
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """A sequence with scored last tokens.
+    """A sequence with scored last tokens."""
 
-    Attributes:
-        tokens: Token ids, at least two.
-        num_scored: Number of the last tokens to score, given all tokens before them.
-    """
-
-    tokens: Sequence[int]
-    num_scored: int
+    tokens: Sequence[int]  # Token ids, at least two
+    num_scored: int  # Number of the last tokens to score, given all tokens before them
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Score of the last tokens of a sequence.
+    """Score of the last tokens of a sequence."""
 
-    Attributes:
-        log_likelihood: Sum of the logarithms of their probabilities.
-        is_greedy: Whether each of them is the most likely token.
-    """
-
-    log_likelihood: float
-    is_greedy: bool
+    log_likelihood: float  # Sum of the logarithms of their probabilities
+    is_greedy: bool  # Whether each of them is the most likely token
 
 
 def score_sequences(

@@ -42,15 +42,10 @@ def num_due(first_step: int, last_step: int, every: Interval) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MissingEvents:
-    """Events of the start step that an earlier process of the run has not logged.
+    """Events of the start step that an earlier process of the run has not logged."""
 
-    Attributes:
-        evaluation: Whether its evaluation is missing.
-        num_samples: Number of missing samples, the last ones of the step.
-    """
-
-    evaluation: bool = False
-    num_samples: int = 0
+    evaluation: bool = False  # Whether its evaluation is missing
+    num_samples: int = 0  # Number of missing samples, the last ones of the step
 
     def __bool__(self) -> bool:
         """Return whether an event is missing."""
@@ -62,14 +57,10 @@ NO_MISSING_EVENTS = MissingEvents()
 
 @dataclass(slots=True)
 class EventTimes:
-    """The seconds that the last event of each kind took, such as `evaluation` or `save`.
+    """The seconds that the last event of each kind took, such as `evaluation` or `save`."""
 
-    Attributes:
-        clock: Returns the time in seconds.
-        seconds: Seconds by kind. An event that was interrupted is not among them.
-    """
-
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = time.monotonic  # Returns the time in seconds
+    # Seconds by kind. An event that was interrupted is not among them.
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -93,15 +84,10 @@ class EventStoppedError(Exception):
 class StopSignals:
     """Stop signals of all processes of a run."""
 
-    def __init__(self, poll_stop_reason: Callable[[], str], sharding: ShardingContext) -> None:
-        """Create the signals of a run.
-
-        Args:
-            poll_stop_reason: Returns the name of the signal that this process received. Empty if
-                there is none.
-            sharding: Devices of the run.
-        """
-        self._poll = poll_stop_reason
+    def __init__(self, sharding: ShardingContext) -> None:
+        """Create the signals of a run on these devices. No process receives one before `poll` is set."""
+        # Returns the name of the signal that this process received. Empty if there is none.
+        self.poll: Callable[[], str] = str
         self._agreed = ""
         self._sharding: NamedSharding | None = None
         self._largest: Callable[[Array], Array] | None = None
@@ -123,7 +109,7 @@ class StopSignals:
         if self._sharding is None:
             return {}
         # One int32 per device: shape [1] on each of n devices, [n] in total.
-        value = np.full(1, STOP_REASONS.index(self._poll()), np.int32)
+        value = np.full(1, STOP_REASONS.index(self.poll()), np.int32)
         return {STOP: jax.make_array_from_callback(self._shape, self._sharding, lambda _: value)}
 
     def update_from_metrics(self, metrics: Mapping[str, Array]) -> None:
@@ -150,25 +136,18 @@ class StopSignals:
         # With several processes, a local signal counts only after a step has carried it to all of
         # them.
         if self._sharding is None:
-            return self._poll()
+            return self.poll()
         return self._agreed
 
 
 @dataclass(slots=True)
 class StepTimer:
-    """Timer of training steps alone: paused while the loop compiles, evaluates, samples or saves.
+    """Timer of training steps alone: paused while the loop compiles, evaluates, samples or saves."""
 
-    Attributes:
-        clock: Returns the time in seconds.
-        started_at: Time of the last `resume`. None while paused.
-        seconds: Seconds of the current lap, up to the last `pause`.
-        steps: Steps of the current lap.
-    """
-
-    clock: Callable[[], float] = time.monotonic
-    started_at: float | None = None
-    seconds: float = 0.0
-    steps: int = 0
+    clock: Callable[[], float] = time.monotonic  # Returns the time in seconds
+    started_at: float | None = None  # Time of the last `resume`. None while paused.
+    seconds: float = 0.0  # Seconds of the current lap, up to the last `pause`
+    steps: int = 0  # Steps of the current lap
 
     def resume(self) -> None:
         """Start or restart the clock, before training steps."""
@@ -206,20 +185,13 @@ class StepProfiler:
     """Records a trace of consecutive steps with JAX's profiler.
 
     An error of the profiler gives a warning and does not end the run.
-
-    Attributes:
-        first_step: The first recorded step, counted from 1.
-        num_steps: Number of recorded steps.
-        folder: Receives the trace.
-        warn: Called with a message if the profiler fails.
-        is_recording: Whether a trace has begun.
     """
 
-    first_step: int
-    num_steps: int
-    folder: Path
-    warn: Callable[[str], None]
-    is_recording: bool = False
+    first_step: int  # The first recorded step, counted from 1
+    num_steps: int  # Number of recorded steps
+    folder: Path  # Receives the trace
+    warn: Callable[[str], None]  # Called with a message if the profiler fails
+    is_recording: bool = False  # Whether a trace has begun
 
     def before_step(self, step: int, wait_for_steps: Callable[[], None]) -> None:
         """Begin or end the trace before a step.

@@ -1,7 +1,7 @@
 """Gradients and loss sums that do not depend on the number of devices that split the batch.
 
 A batch is a fixed number of logical shards of equal shape. Each device computes its logical shards one at a time
-with full parameters, and all sums have the order of one binary tree (`trainer.distributed.tree_sum`). The norm of
+with full parameters, and all sums have the order of one binary tree (`trainer.distributed.exact_sums`). The norm of
 the gradients is a sum over blocks. Their shapes depend on the parameters and the number of logical shards only.
 """
 
@@ -19,14 +19,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from prepcli.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_tree
-from trainer.distributed.sharding import ShardingContext, jax_partition_spec
-from trainer.distributed.tree_sum import (
-    call_in_loop,
-    dim_axes,
-    fixed_order_psum,
-    square_sums,
-    sum_in_tree,
-)
+from trainer.distributed.exact_sums import call_in_loop, fixed_order_psum, square_sums, sum_in_tree
+from trainer.distributed.sharding import ShardingContext, dim_axes, jax_partition_spec
 from trainer.training.feed import TokenBatch
 
 REPLICATED = PartitionSpec()
@@ -47,17 +41,11 @@ def compiler_options() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ExactReduction:
-    """Sums over the logical shards of a batch.
+    """Sums over the logical shards of a batch."""
 
-    Attributes:
-        num_shards: Logical shards of a batch, a power of two.
-        sharding: The device mesh. Its axes, if larger than 1, split the batch.
-        leaves: Parameters by path.
-    """
-
-    num_shards: int
-    sharding: ShardingContext
-    leaves: Mapping[str, ParamLeaf]
+    num_shards: int  # Logical shards of a batch, a power of two
+    sharding: ShardingContext  # The device mesh. Its axes, if larger than 1, split the batch.
+    leaves: Mapping[str, ParamLeaf]  # Parameters by path
 
     def sum_losses(
         self, function: Callable[[Tree, TokenBatch], Any], params: Tree, batch: TokenBatch

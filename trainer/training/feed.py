@@ -15,8 +15,7 @@ from jax import Array
 
 from trainer.data.order import Int64Array
 from trainer.data.packing import Arrays, ColumnSpecs, Dataset
-from trainer.distributed.sharding import ShardingContext, local_device_sharding
-from trainer.distributed.zigzag_order import zigzag_order
+from trainer.distributed.sharding import ShardingContext, local_device_sharding, zigzag_order
 
 TokenBatch = Mapping[str, Array]
 Index = tuple[slice, ...]

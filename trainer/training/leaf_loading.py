@@ -31,7 +31,7 @@ from trainer.distributed.leaf_slices import (
     plan_exchange,
     plan_own_reads,
 )
-from trainer.distributed.tree_sum import dim_axes
+from trainer.distributed.sharding import dim_axes
 
 # Bytes that all processes read of their own shards, per byte of the leaf. Above it they exchange slices.
 MAX_READ_RATIO = 1.01
@@ -52,14 +52,10 @@ CHECKPOINT_HINT = "use a checkpoint of the model and the optimizer of this run"
 
 @dataclass(frozen=True, slots=True)
 class LeafLoader:
-    """Loads leaves of a checkpoint. All processes load the same leaves in the same order.
+    """Loads leaves of a checkpoint. All processes load the same leaves in the same order."""
 
-    Attributes:
-        reader: The open checkpoint.
-        exchanges: Read each byte once in the whole job. Otherwise each process reads all that its devices need.
-    """
-
-    reader: CheckpointReader
+    reader: CheckpointReader  # The open checkpoint
+    # Read each byte once in the whole job. Otherwise each process reads all that its devices need.
     exchanges: bool
 
     def load(self, name: str, target: jax.ShapeDtypeStruct) -> jax.Array:
@@ -125,18 +121,12 @@ class LeafLoader:
 
 @dataclass(slots=True)
 class _Read:
-    """A read of a slice of a leaf.
+    """A read of a slice of a leaf."""
 
-    Attributes:
-        load: The load of the leaf.
-        arrays: Host arrays to fill, by their boxes of the leaf.
-        start: Start of the slice. None after the last slice of the leaf.
-        thread: Thread of the read. None if it runs in the thread that waits for it.
-    """
-
-    load: _LeafLoad
-    arrays: Mapping[Box, np.ndarray]
-    start: tuple[int, ...] | None
+    load: _LeafLoad  # The load of the leaf
+    arrays: Mapping[Box, np.ndarray]  # Host arrays to fill, by their boxes of the leaf
+    start: tuple[int, ...] | None  # Start of the slice. None after the last slice of the leaf.
+    # Thread of the read. None if it runs in the thread that waits for it.
     thread: WorkerThread | None = None
 
     @property
@@ -395,14 +385,7 @@ def _padded(array: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -
 
 
 def _empty_aligned(shape: tuple[int, ...], dtype: np.dtype, *, small_pages: bool) -> np.ndarray:
-    """Allocate an array at a multiple of ALIGNMENT_NBYTES.
-
-    Args:
-        shape: Its shape.
-        dtype: Its dtype.
-        small_pages: Avoid huge pages. NumPy asks for them, which helps direct I/O. On a virtual machine that returns
-            free huge pages to its host, their faults took 2 of 3 CPU seconds of a load of 1.3 GB from a server.
-    """
+    """Allocate an array at a multiple of ALIGNMENT_NBYTES."""
     nbytes = math.prod(shape) * dtype.itemsize
     if small_pages:
         pages = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

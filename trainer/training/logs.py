@@ -22,43 +22,29 @@ class ZLossField(TypedDict, total=False):
 
 
 class SpeedFields(TypedDict, total=False):
-    """The speed of a step, as entries of its line in the log.
+    """The speed of a step, as entries of its line in the log."""
 
-    Attributes:
-        seconds: Seconds of a step. Absent if they are unknown, as are `tokens_per_s` and `mfu` then.
-        tokens_per_s: Tokens of all devices per second.
-        mfu: Model FLOPs utilization. Absent too if the peak rate of the devices is unknown.
-        memory_bytes: Highest memory in use on a device. Absent if the devices do not count it.
-    """
-
+    # Seconds of a step. Absent if they are unknown, as are `tokens_per_s` and `mfu` then.
     seconds: float
-    tokens_per_s: float
-    mfu: float
-    memory_bytes: int
+    tokens_per_s: float  # Tokens of all devices per second
+    mfu: float  # Model FLOPs utilization. Absent too if the peak rate of the devices is unknown.
+    memory_bytes: int  # Highest memory in use on a device. Absent if the devices do not count it.
 
 
 class StepLine(ZLossField, SpeedFields):
     """The line of a training step. A value is None if it is not finite.
 
     The line of a mixture also has the tokens of each source, e.g. `tokens.web`.
-
-    Attributes:
-        step: The step.
-        loss: Mean loss of its tokens. None if none of them has loss.
-        accuracy: Fraction of its tokens that are predicted correctly. None if none of them has loss.
-        grad_norm: Norm of the gradients.
-        lr: Learning rate.
-        tokens: Tokens of all steps so far.
-        skipped: Number of skipped steps so far.
     """
 
-    step: int
-    loss: float | None
+    step: int  # The step
+    loss: float | None  # Mean loss of its tokens. None if none of them has loss.
+    # Fraction of its tokens that are predicted correctly. None if none of them has loss.
     accuracy: float | None
-    grad_norm: float | None
-    lr: float
-    tokens: int
-    skipped: int
+    grad_norm: float | None  # Norm of the gradients
+    lr: float  # Learning rate
+    tokens: int  # Tokens of all steps so far
+    skipped: int  # Number of skipped steps so far
 
 
 def step_line(step: int, values: Mapping[str, float], *, tokens: int) -> StepLine:

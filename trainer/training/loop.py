@@ -18,7 +18,7 @@ from prepcli.core.worker_thread import run_abandonable
 from prepcli.engine.checkpoint_store import CheckpointStore, PendingSave
 from prepcli.planning.manifest_fields import Manifest
 from trainer.data.order import eval_batches
-from trainer.distributed.mesh_devices import peak_memory_nbytes
+from trainer.distributed.sharding import peak_memory_nbytes
 from trainer.training.checkpoint import count_changed_values, host_leaves
 from trainer.training.eval_metrics import NO_EVALUATIONS, Patience, check_metric_name
 from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
@@ -40,7 +40,7 @@ from trainer.training.logs import (
     speed_fields,
     step_line,
 )
-from trainer.training.loop_config import LoopConfig
+from trainer.training.setup import LoopConfig
 from trainer.training.source_datasets import tokens_by_source
 from trainer.training.step import StepSetup, TrainState, jit_train_step
 
@@ -73,7 +73,6 @@ class Loop:
         *,
         store: CheckpointStore,
         logs: Sequence[RunLog] = (),
-        poll_stop_reason: Callable[[], str] = lambda: "",
         lowest_cost: float = math.inf,
         patience: Patience = NO_EVALUATIONS,
         missing_events: MissingEvents = NO_MISSING_EVENTS,
@@ -87,8 +86,6 @@ class Loop:
             state: Training state to start from.
             store: Receives the checkpoints.
             logs: Receive the events of the run, in this order.
-            poll_stop_reason: Called before every step. A non-empty reason stops the run, in all
-                processes.
             lowest_cost: Lowest cost of the evaluations of saved steps. See `BestMetric`.
             patience: The evaluations up to the start step.
             missing_events: Events of a start step that was saved, and stopped or killed before its events had ended.
@@ -99,7 +96,7 @@ class Loop:
         self.state = state
         self.store = store
         self.logs = logs
-        self.stop_signals = StopSignals(poll_stop_reason, config.setup.sharding)
+        self.stop_signals = StopSignals(config.setup.sharding)
         self.profiler = profiler
         self.warn = warn
         self.lowest_cost = lowest_cost
@@ -149,10 +146,13 @@ class Loop:
         if config.sampler is not None and config.recipe.log.sample_every:
             config.sampler.compile(self.state["params"])
 
-    def run(self) -> None:
+    def run(self, poll_stop_reason: Callable[[], str] = str) -> None:
         """Take the remaining steps, or stop early for a stop reason.
 
         Save the last step in both cases.
+
+        Args:
+            poll_stop_reason: Called before every step. A non-empty reason stops the run, in all processes.
 
         Raises:
             PrepError: Too many consecutive steps were skipped, because loss or gradients were not
@@ -160,8 +160,19 @@ class Loop:
         """
         if not self.is_compiled:
             self.compile()
+        self.stop_signals.poll = poll_stop_reason
         try:
-            self.stop_reason = self._take_steps()
+            reason = ""
+            has_all_events = self._run_start_events()
+            self.timer.resume()
+            while not self._has_ended() and not (reason := self._find_stop_reason()):
+                self._take_step()
+                has_all_events = self._run_due_events()
+            self._drain_metrics(0)
+            if not has_all_events:
+                # A signal has stopped the events of this step, which may be the last one.
+                reason = self.stop_signals.reason()
+            self.stop_reason = reason
         finally:
             if self.profiler is not None:
                 self.profiler.stop()
@@ -169,20 +180,6 @@ class Loop:
         self._wait_for_save()
         if not self.stop_reason:
             self.end_reason = self.config.end_reason(self.step, self.patience)
-
-    def _take_steps(self) -> str:
-        """Take the remaining steps, and return the reason of an early stop."""
-        reason = ""
-        has_all_events = self._run_start_events()
-        self.timer.resume()
-        while not self._has_ended() and not (reason := self._find_stop_reason()):
-            self._take_step()
-            has_all_events = self._run_due_events()
-        self._drain_metrics(0)
-        if not has_all_events:
-            # A signal has stopped the events of this step, which may be the last one.
-            reason = self.stop_signals.reason()
-        return reason
 
     def _take_step(self) -> None:
         """Start the next step on the devices, and log the steps that have ended."""
@@ -281,12 +278,6 @@ class Loop:
             return False
         return True
 
-    def _check_stop(self) -> None:
-        """Report a finished save. Raise EventStoppedError after a stop signal of any process."""
-        self._report_finished_save()
-        if self.stop_signals.agree():
-            raise EventStoppedError
-
     def _report_finished_save(self) -> None:
         """Report the save in the background, or raise its error, if it has ended."""
         if self.pending_save and self.pending_save[1].is_done:
@@ -315,7 +306,12 @@ class Loop:
             if step % config.recipe.train.log_every == 0 or step in (1, config.steps):
                 self._log_step(step, metrics)
             if consecutive_skips >= config.recipe.train.max_skipped:
-                raise self._divergence_error(step, consecutive_skips)
+                what = f"{consecutive_skips} steps in a row were skipped, up to step {step}"
+                why = (
+                    "their loss or gradients were not finite, or no token had a weight:"
+                    " parameters and moments are unchanged since the step before them"
+                )
+                raise PrepError(what, why, self._recovery_hint())
 
     def _log_step(self, step: int, metrics: Mapping[str, Array]) -> None:
         """Write the metrics of a step to the log."""
@@ -349,11 +345,7 @@ class Loop:
         return self.config.remaining_s(step, step_s=self.step_s, seconds=self.event_times.seconds)
 
     def _evaluate(self) -> None:
-        """Log the loss over the evaluation rows.
-
-        Raises:
-            EventStoppedError: A process has received a stop signal.
-        """
+        """Log the loss over the evaluation rows."""
         config = self.config
         assert config.evaluation is not None
         with self._event("evaluate"):
@@ -379,14 +371,12 @@ class Loop:
         for log in self.logs:
             log.on_progress(done, total)
         if done < total:
-            self._check_stop()
+            self._report_finished_save()
+            if self.stop_signals.agree():
+                raise EventStoppedError
 
     def _log_samples(self, num_samples: int) -> None:
-        """Generate a text for each prompt of the recipe, and log the last `num_samples` texts.
-
-        Raises:
-            EventStoppedError: A process has received a stop signal.
-        """
+        """Generate a text for each prompt of the recipe, and log the last `num_samples` texts."""
         sampler = self.config.sampler
         if sampler is None or not num_samples:
             return
@@ -424,27 +414,24 @@ class Loop:
         if self.last_saved_step == self.step:
             return
         with self._event("save"):
-            self._start_save()
-
-    def _start_save(self) -> None:
-        self._wait_for_save()
-        # Checked before the first byte is written: a checkpoint that is not finite could replace a
-        # good one under `checkpoint.keep`.
-        if not bool(_all_finite(self.state)):
-            what = f"the state after step {self.step} is not finite"
-            raise PrepError(what, "nothing was saved", self._recovery_hint())
-        config = self.config
-        fields = self._manifest_fields()
-        leaves = host_leaves(
-            self.state,
-            config.recipe.checkpoint.optimizer_state,
-            frozen=config.setup.model.base_paths,
-            saved_dtype=config.saved_dtype if "param_cast" in fields else None,
-        )
-        # The save may go on in the background. `_wait_for_save` above leaves at most one save in
-        # flight, so steps become durable in their order.
-        self.pending_save = self.step, self.store.start_save(self.step, leaves, fields)
-        self.last_saved_step = self.step
+            self._wait_for_save()
+            # Checked before the first byte is written: a checkpoint that is not finite could replace a
+            # good one under `checkpoint.keep`.
+            if not bool(_all_finite(self.state)):
+                what = f"the state after step {self.step} is not finite"
+                raise PrepError(what, "nothing was saved", self._recovery_hint())
+            config = self.config
+            fields = self._manifest_fields()
+            leaves = host_leaves(
+                self.state,
+                config.recipe.checkpoint.optimizer_state,
+                frozen=config.setup.model.base_paths,
+                saved_dtype=config.saved_dtype if "param_cast" in fields else None,
+            )
+            # The save may go on in the background. `_wait_for_save` above leaves at most one save in
+            # flight, so steps become durable in their order.
+            self.pending_save = self.step, self.store.start_save(self.step, leaves, fields)
+            self.last_saved_step = self.step
 
     def _manifest_fields(self) -> Manifest:
         """Return the entries of the manifest.
@@ -484,14 +471,6 @@ class Loop:
             self.event_times.seconds["write"] = write_s
             for log in self.logs:
                 log.on_save(step, write_s)
-
-    def _divergence_error(self, step: int, consecutive_skips: int) -> PrepError:
-        what = f"{consecutive_skips} steps in a row were skipped, up to step {step}"
-        why = (
-            "their loss or gradients were not finite, or no token had a weight:"
-            " parameters and moments are unchanged since the step before them"
-        )
-        return PrepError(what, why, self._recovery_hint())
 
     def _recovery_hint(self) -> str:
         """Return how to continue after a run diverged."""

@@ -16,7 +16,7 @@ from prepcli.models.token_rules import NO_RULES, TokenRules
 from prepcli.sources.generation_config import folder_generation_defaults
 from trainer.data.chat_prompts import MESSAGES_KEY, TOOLS_KEY, Prompt, PromptEncoder, chat_prompt
 from trainer.data.order import eval_batches
-from trainer.data.packing import Arrays, Dataset, RowIndices
+from trainer.data.packing import Dataset
 from trainer.data.seq2seq import Seq2SeqDataset
 from trainer.data.stop_texts import StopFinder
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
@@ -256,17 +256,11 @@ def _recipe_keys_in_errors() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedTarget:
-    """The text generated for a source, and the reference.
+    """The text generated for a source, and the reference."""
 
-    Attributes:
-        text: The generated text, of at most as many tokens as a sequence has.
-        reference: The whole target in the data.
-        is_longer: Whether the reference has more tokens than a sequence, end token excluded.
-    """
-
-    text: str
-    reference: str
-    is_longer: bool
+    text: str  # The generated text, of at most as many tokens as a sequence has
+    reference: str  # The whole target in the data
+    is_longer: bool  # Whether the reference has more tokens than a sequence, end token excluded
 
 
 def generate_targets(
@@ -295,7 +289,12 @@ def generate_targets(
         present = rows[rows >= 0]
         batch = dataset.get_batch(present)
         sources = [ids[mask].tolist() for ids, mask in zip(batch["source"], batch["present"])]
-        references = _reference_ids(dataset, present, batch)
+        if isinstance(dataset, Seq2SeqDataset):
+            references = [dataset.target_ids(int(row)).tolist() for row in present]
+        else:
+            references = [
+                ids[mask > 0].tolist() for ids, mask in zip(batch["targets"], batch["weights"])
+            ]
         outputs = generator.generate(
             [[decoder_start_id]] * len(present),
             sources,
@@ -305,10 +304,3 @@ def generate_targets(
         for output, reference in zip(outputs, references, strict=True):
             is_longer = len(reference) - (reference[-1:] == [end_id]) > dataset.seq_length
             yield GeneratedTarget(tokenizer.decode(output), tokenizer.decode(reference), is_longer)
-
-
-def _reference_ids(dataset: Dataset, rows: RowIndices, batch: Arrays) -> list[list[int]]:
-    """Return the tokens of references: whole targets, also of pairs that are cut in a batch."""
-    if isinstance(dataset, Seq2SeqDataset):
-        return [dataset.target_ids(int(row)).tolist() for row in rows]
-    return [ids[mask > 0].tolist() for ids, mask in zip(batch["targets"], batch["weights"])]

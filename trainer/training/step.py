@@ -35,8 +35,7 @@ from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.training.events import STOP
 from trainer.training.exact_reduction import ExactReduction, compiler_options
 from trainer.training.feed import TokenBatch
-from trainer.training.optimizers.optimizer import Optimizer
-from trainer.training.optimizers.rounding import RoundingKey, bfloat16_to_float32
+from trainer.training.optimizers import Optimizer, RoundingKey, bfloat16_to_float32
 
 # Positive float16 values reach from 2^-24 to 65504, just below 2^16. The gradients of a mean over
 # tokens are often below 2^-24 and become 0. Scales are powers of two, which change no other bit.
@@ -51,27 +50,18 @@ GROWTH_STEPS = 2000
 
 
 class ScaleState(TypedDict, total=False):
-    """The entries of the training state for a dynamic loss scale. A static scale has none.
+    """The entries of the training state for a dynamic loss scale. A static scale has none."""
 
-    Attributes:
-        loss_scale: The scale, float32 [].
-        loss_scale_steps: Steps since the last overflow or doubling, int32 [].
-    """
-
-    loss_scale: Array
-    loss_scale_steps: Array
+    loss_scale: Array  # The scale, float32 []
+    loss_scale_steps: Array  # Steps since the last overflow or doubling, int32 []
 
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """A loss scale.
+    """A loss scale."""
 
-    Attributes:
-        initial: The scale of the first step.
-        is_dynamic: Whether an overflow halves it, and GROWTH_STEPS steps without one double it.
-    """
-
-    initial: float = INITIAL_SCALE
+    initial: float = INITIAL_SCALE  # The scale of the first step
+    # Whether an overflow halves it, and GROWTH_STEPS steps without one double it
     is_dynamic: bool = True
 
     def init(self) -> ScaleState:
@@ -124,54 +114,38 @@ class TrainState(ScaleState, total=True):
     """The values that change from step to step. Checkpoints contain all of them.
 
     The names of the entries are the first parts of the names of saved leaves, e.g. `params.embed.tokens`.
-
-    Attributes:
-        params: Parameters, of which `StepSetup.trained_params` are the changed ones.
-        opt_state: Moments and averages of the optimizer.
-        step: Number of the last step, int32 []. 0 at the start.
-        skipped: Number of skipped steps, int32 [].
-        skipped_in_row: Number of skipped steps since the last one that was not skipped, int32 [].
     """
 
-    params: Tree
-    opt_state: Tree
-    step: Array
-    skipped: Array
+    params: Tree  # Parameters, of which `StepSetup.trained_params` are the changed ones
+    opt_state: Tree  # Moments and averages of the optimizer
+    step: Array  # Number of the last step, int32 []. 0 at the start.
+    skipped: Array  # Number of skipped steps, int32 []
+    # Number of skipped steps since the last one that was not skipped, int32 []
     skipped_in_row: Array
 
 
 @dataclass(frozen=True, slots=True)
 class StepSetup:
-    """The static parts of a training step.
+    """The static parts of a training step."""
 
-    Attributes:
-        model: The model.
-        forward_config: Execution options of the forward pass.
-        optimizer: The optimizer.
-        accumulate: Number of micro-batches per batch.
-        loss_terms: Terms of the loss other than the cross entropy. Evaluation has none.
-        dropout: Rates of dropout and forgetful causal masking. Evaluation has none.
-        seed: Seed of the random masks, from 0 to 2^32 - 1.
-        loss_scale: Factor of the loss in float16. None in other dtypes.
-        metric_fn: Computes values of each token in evaluation by name. None without metrics.
-        reduction_shards: Logical shards of a batch, for gradients that are summed in a fixed order. 0
-            sums gradients in the order that is fastest on the mesh.
-        param_dtype: Dtype of the saved parameters in the state, "float32" or "bfloat16".
-        base_dtypes: Dtype of each parameter of the base of adapters, by path. The default is
-            float32.
-    """
-
-    model: ModelSpec
-    forward_config: ForwardConfig
-    optimizer: Optimizer
-    accumulate: int = 1
+    model: ModelSpec  # The model
+    forward_config: ForwardConfig  # Execution options of the forward pass
+    optimizer: Optimizer  # The optimizer
+    accumulate: int = 1  # Number of micro-batches per batch
+    # Terms of the loss other than the cross entropy. Evaluation has none.
     loss_terms: LossTerms = NO_LOSS_TERMS
+    # Rates of dropout and forgetful causal masking. Evaluation has none.
     dropout: DropoutConfig = NO_DROPOUT
-    seed: int = 0
-    loss_scale: LossScale | None = None
+    seed: int = 0  # Seed of the random masks, from 0 to 2^32 - 1
+    loss_scale: LossScale | None = None  # Factor of the loss in float16. None in other dtypes.
+    # Computes values of each token in evaluation by name. None without metrics.
     metric_fn: TokenMetrics | None = None
+    # Logical shards of a batch, for gradients that are summed in a fixed order. 0 sums gradients in the order
+    # that is fastest on the mesh.
     reduction_shards: int = 0
+    # Dtype of the saved parameters in the state, "float32" or "bfloat16"
     param_dtype: str = "float32"
+    # Dtype of each parameter of the base of adapters, by path. The default is float32.
     base_dtypes: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -196,7 +196,7 @@ def complete_page(incomplete: str) -> list[str]:
 
 def complete_devices(incomplete: str) -> list[str]:
     """Return the kinds of accelerators with the prefix `incomplete`, in any case."""
-    from trainer.planning.accelerators import ACCELERATORS
+    from trainer.planning.step_time import ACCELERATORS
 
     return [name for name in ACCELERATORS if name.lower().startswith(incomplete.lower())]
 

@@ -33,7 +33,7 @@ from prepcli.sources.source import Source
 from prepcli.stores.paths import fetch_copies, local_copy
 from trainer.recipe.tables import Cluster
 from trainer.run.params import OpenedModel, open_model
-from trainer.run.processes import run_together
+from trainer.run.run import run_together
 
 if TYPE_CHECKING:
     from prepcli.core.process_group import ProcessGroup

@@ -156,8 +156,8 @@ def load_model(
     options: EvaluateOptions, opened: OpenedModel, recipe: Recipe, observer: Observer
 ) -> LoadedModel:
     """Load the parameters in the dtype of the computation, and choose how to compute."""
-    from trainer.distributed.compiled_function import CompiledFunction
-    from trainer.distributed.mesh_devices import device_kind
+    from trainer.distributed.compilation import CompiledFunction
+    from trainer.distributed.sharding import device_kind
     from trainer.generation.decode import inference_dtype
     from trainer.nn.model_spec import AttentionOptions, ForwardConfig
     from trainer.planning.step_inputs import check_token_split, chunk_sizes
@@ -359,7 +359,7 @@ def _evaluate(
 ) -> Evaluation:
     """Load the model and the data, and compute the scores. See `evaluate`."""
     silence_jax(observer)
-    from trainer.distributed.exact_backend import start_exact_backend
+    from trainer.distributed.exact_sums import start_exact_backend
     from trainer.distributed.sharding import catch_out_of_memory
     from trainer.training.evaluation import combine_results
 

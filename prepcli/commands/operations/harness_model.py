@@ -292,7 +292,7 @@ def harness_model(
         silence_jax(observer)
         # The backend reads the settings of exact sums when it starts, so nothing may use a device before this.
         if reduction == "exact":
-            from trainer.distributed.exact_backend import start_exact_backend
+            from trainer.distributed.exact_sums import start_exact_backend
 
             start_exact_backend()
         common = common_options(checkpoint, None, {**options, "ema": ema})
@@ -364,7 +364,7 @@ def _load_harness_methods(
 ) -> HarnessMethods:
     """Load the parameters and the tokenizer, and prepare the evaluation step."""
     from trainer.data.tokenizer import load_tokenizer
-    from trainer.distributed.compiled_function import CompiledFunction
+    from trainer.distributed.compilation import CompiledFunction
     from trainer.generation.decode import inference_dtype
     from trainer.nn.model_spec import ForwardConfig
     from trainer.training.evaluation import jit_fast_row_eval_step, jit_row_eval_step

@@ -225,9 +225,7 @@ def _mismatch_error(source: Source, why: str) -> PrepError:
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
-    from trainer.flax_modules.computation import Computation
-    from trainer.flax_modules.linen_module import LinenModel
-    from trainer.flax_modules.nnx_module import NNXModel
+    from trainer.flax_modules.modules import Computation, LinenModel, NNXModel
     from trainer.nn.model_spec import ForwardConfig, ModelSpec
 else:
     LinenModel = NNXModel = Any  # annotations are evaluated without Flax
@@ -262,7 +260,7 @@ def nnx_model(
         PrepError: The checkpoint or the config cannot be used, or Flax is not installed.
     """
     with _explain_missing_flax():
-        from trainer.flax_modules.nnx_module import NNXModel
+        from trainer.flax_modules.modules import NNXModel
 
     params, computation = _build_computation(model, mesh, options, progress)
     return NNXModel(params, computation)
@@ -296,7 +294,7 @@ def linen_model(
         PrepError: The checkpoint or the config cannot be used, or Flax is not installed.
     """
     with _explain_missing_flax():
-        from trainer.flax_modules.linen_module import LinenModel
+        from trainer.flax_modules.modules import LinenModel
 
     params, computation = _build_computation(model, mesh, options, progress)
     return LinenModel(computation), {"params": params}
@@ -384,7 +382,7 @@ def _build_computation(
     progress: Progress | Observer | None,
 ) -> tuple[Tree, Computation]:
     """Load or draw the parameters of a module, and build its `Computation`."""
-    from trainer.flax_modules.computation import Computation
+    from trainer.flax_modules.modules import Computation
 
     param_dtype = options.get("param_dtype", "float32")
     if isinstance(model, Mapping):
@@ -423,7 +421,7 @@ def _forward_config(model: ModelSpec, sharding: ShardingContext, options: Any) -
         unmet_needs,
     )
     from prepcli.models.param_tree import widest_head
-    from trainer.distributed.mesh_devices import device_kind
+    from trainer.distributed.sharding import device_kind
     from trainer.nn.model_spec import AttentionOptions, ForwardConfig
 
     kernel = options.get("attention_kernel", "blockwise")

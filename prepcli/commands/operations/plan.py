@@ -26,8 +26,6 @@ from prepcli.inspection.contents import CheckpointContents, read_contents, read_
 from prepcli.launch.hardware import TPU_GENERATIONS, find_topology
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import ANY_ACCELERATOR
-from prepcli.models.memory_estimate import estimate_memory
-from prepcli.models.memory_inputs import FLOAT32
 from prepcli.models.mesh import num_slices, parse_mesh, resolve_mesh
 from prepcli.models.presets import PRESETS, preset_name
 from prepcli.models.registry import family_of
@@ -38,13 +36,16 @@ from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.sources.locate import locate, make_access
 from prepcli.sources.mapped import read_map
 from prepcli.sources.source import read_config
-from trainer.planning.accelerators import ACCELERATORS, Accelerator, parse_devices
-from trainer.planning.mesh_search import MeshSearch, search_meshes
+from trainer.planning.memory_estimate import estimate_memory
+from trainer.planning.memory_inputs import FLOAT32
 from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
 from trainer.planning.step_inputs import context_warnings
+from trainer.planning.step_time import ACCELERATORS, Accelerator, parse_devices
 from trainer.planning.training_plan import (
+    MeshSearch,
     TrainingPlan,
     plan_training,
+    search_meshes,
     with_overrides,
 )
 from trainer.recipe import Recipe, complete_recipe, load_recipe
@@ -242,7 +243,7 @@ def compile_step(
         PrepError: libtpu is missing, no slice has the number of chips, or the step does not compile within the limit.
     """
     # Only a compilation needs jax.
-    from trainer.distributed.compile_process import CompileWatch
+    from trainer.distributed.compilation import CompileWatch
     from trainer.training.compiled_plan import compiled_plan
 
     mesh = training_plan.mesh

@@ -14,11 +14,9 @@ from prepcli.core.errors import Key, Option, text
 from prepcli.core.formatting import count_text, format_bytes, format_duration
 from prepcli.core.tables import Block, Paragraph, Table
 from prepcli.models.mesh import num_slices
-from trainer.planning.accelerators import Accelerator
-from trainer.planning.compiled_plan import CompiledPlan
 from trainer.planning.step_flops import StepFlops
-from trainer.planning.step_time import COMPUTE_EFFICIENCY
-from trainer.planning.training_plan import KindEstimate, TrainingPlan
+from trainer.planning.step_time import COMPUTE_EFFICIENCY, Accelerator
+from trainer.planning.training_plan import CompiledPlan, KindEstimate, TrainingPlan
 
 GIB = 1 << 30
 # Context lengths of the curve, as multiples of the plan's.

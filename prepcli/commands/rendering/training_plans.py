@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
     from prepcli.commands.operations.plan import FittingMeshes
     from prepcli.commands.operations.results import StepPlan
-    from trainer.planning.mesh_search import MeshSearch
-    from trainer.planning.training_plan import KindEstimate, TrainingPlan
+    from trainer.planning.training_plan import KindEstimate, MeshSearch, TrainingPlan
 
 
 def compiled_fields(step: CompiledStep | None) -> dict[str, object] | None:

@@ -69,7 +69,7 @@ from trainer.nn import transformer
 from trainer.nn.model_spec import ForwardConfig
 from trainer.recipe.lr_schedule import LRSchedule
 from trainer.recipe.optimizer_tables import AdamWTable
-from trainer.training.optimizers.optimizer import Optimizer
+from trainer.training.optimizers import Optimizer
 from trainer.training.step import StepSetup, init_train_state, train_step
 
 # An odd number finds more mistakes.

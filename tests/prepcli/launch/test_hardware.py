@@ -17,7 +17,7 @@ from prepcli.launch.hardware import (
 )
 from prepcli.launch.job import LaunchedCommand
 from tests.helpers.tpu_devices import FakeTpu, make_tpu_devices
-from trainer.planning.accelerators import ACCELERATORS
+from trainer.planning.step_time import ACCELERATORS
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_errors_name_the_nearest_slices(kind: str, num_chips: int, nearest: str)
     "generation", TPU_GENERATIONS.values(), ids=lambda generation: generation.name
 )
 def test_fake_devices_match_libtpu(generation: TpuGeneration):
-    from trainer.distributed.topology import tpu_devices
+    from trainer.distributed.devices import tpu_devices
 
     for shape in generation.slices:
         topology = f"{generation.name}:{shape}"

@@ -12,10 +12,10 @@ PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "attention.md"
 
 def head_widths(spec: KernelSpec) -> str:
     """Return the supported head widths as text."""
-    dims = spec.head_dims
-    if dims.maximum is None:
+    if spec.max_head_dim is None:
         return "any"
-    return f"multiples of {dims.multiple_of} up to {dims.maximum} ({dims.hopper_maximum} on Hopper and later)"
+    widths = f"multiples of {spec.head_multiple} up to {spec.max_head_dim}"
+    return f"{widths} ({spec.hopper_max_head_dim} on Hopper and later)"
 
 
 def table_lines() -> Iterator[str]:

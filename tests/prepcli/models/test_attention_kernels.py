@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.core.errors import USAGE, PrepError, UsageError
+from prepcli.models.activation_memory import NO_SCORES
 from prepcli.models.attention_kernels import (
     ANY_ACCELERATOR,
     CPU,
@@ -23,7 +24,6 @@ from prepcli.models.attention_kernels import (
     rank_kernels,
     unmet_needs,
 )
-from prepcli.models.memory_inputs import NO_SCORES
 
 TPU, ROCM = DeviceKind("tpu"), DeviceKind("rocm")
 AMPERE, HOPPER = DeviceKind("cuda", (8, 0)), DeviceKind("cuda", (9, 0))

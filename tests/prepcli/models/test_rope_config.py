@@ -11,7 +11,7 @@ import pytest
 from prepcli.core.errors import PrepError
 from prepcli.models.rope_config import Rope, read_rope
 from tests.helpers.tiny_configs import ROPES
-from trainer.nn.position_encoding import inverse_frequencies, rotary_cos_sin
+from trainer.nn.attention_mask import inverse_frequencies, rotary_cos_sin
 
 DIM, POSITIONS = 16, 64
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

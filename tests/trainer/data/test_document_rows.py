@@ -17,7 +17,7 @@ from trainer.data.document_rows import DTYPES, make_rows, read_rows
 from trainer.data.store import MappedTokens, file_digest, read_meta
 from trainer.data.tokenize import open_tokens, tokenize_files
 from trainer.data.tokenize_config import TokenizeConfig
-from trainer.training.group_tokens import tokenize_in_group
+from trainer.training.source_datasets import tokenize_in_group
 
 PACKINGS = ("documents", "none")
 

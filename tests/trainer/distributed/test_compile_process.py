@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from prepcli.core.errors import PrepError
-from trainer.distributed.compile_process import CompileWatch, run_compile_process
+from trainer.distributed.compilation import CompileWatch, run_compile_process
 
 ENDLESS = """
 import os, time
-from trainer.distributed.compile_process import read_request, report_phase
+from trainer.distributed.compilation import read_request, report_phase
 path = read_request()
 report_phase("compile")
 open(path, "w").write(str(os.getpid()))
@@ -77,7 +77,7 @@ def test_limit_ends_the_process_and_names_its_phase(endless: str, tmp_path: Path
 
 def test_process_ends_with_its_killed_parent(endless: str, tmp_path: Path):
     script = f"""
-from trainer.distributed.compile_process import CompileWatch, run_compile_process
+from trainer.distributed.compilation import CompileWatch, run_compile_process
 run_compile_process({endless!r}, {f'"{tmp_path / "pid"}"'!r}, 1, CompileWatch(lambda *phase: print(*phase, flush=True)))
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

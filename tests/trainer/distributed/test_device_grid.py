@@ -18,9 +18,8 @@ from prepcli.core.errors import UsageError
 from prepcli.launch.hardware import TPU_GENERATIONS
 from prepcli.models.mesh import Mesh, parse_mesh
 from tests.helpers.tpu_devices import FakeTpu, make_tpu_devices
-from trainer.distributed.device_grid import arrange_devices
-from trainer.distributed.sharding import make_sharding_context
-from trainer.planning.accelerators import ACCELERATORS
+from trainer.distributed.sharding import arrange_devices, make_sharding_context
+from trainer.planning.step_time import ACCELERATORS
 from trainer.recipe import load_recipe
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))

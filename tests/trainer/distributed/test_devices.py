@@ -11,9 +11,9 @@ import pytest
 from prepcli.core.errors import PrepError
 from prepcli.models.mesh import parse_mesh
 from trainer.distributed.devices import PLATFORM_HINT, all_devices, local_devices
-from trainer.distributed.mesh_devices import device_kind
 from trainer.distributed.sharding import (
     ShardingContext,
+    device_kind,
     local_device_sharding,
     make_sharding_context,
 )

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from trainer.distributed.heartbeat import Heartbeat, HeartbeatMonitor, JobEnd, lost_process
+from trainer.distributed.watchdog import Heartbeat, HeartbeatMonitor, JobEnd, lost_process
 
 
 def beat(count: int, phase: str = "step 3", num_phases: int = 5) -> Heartbeat:

@@ -9,27 +9,27 @@ import pytest
 
 from prepcli.core.process_group import SingleProcess
 from tests.helpers.thread_groups import ThreadGroup, run_group
-from trainer.distributed import hosts
+from trainer.distributed import agreement
 
 
 def test_processes_per_host_counts_one_machine_only(monkeypatch: pytest.MonkeyPatch):
-    assert run_group(3, hosts.processes_per_host) == [3] * 3
-    assert hosts.processes_per_host(SingleProcess()) == 1
+    assert run_group(3, agreement.processes_per_host) == [3] * 3
+    assert agreement.processes_per_host(SingleProcess()) == 1
     names = iter("aab")
-    monkeypatch.setattr(hosts, "machine_id", lambda: next(names))
-    assert run_group(3, hosts.processes_per_host) == [2] * 3
+    monkeypatch.setattr(agreement, "machine_id", lambda: next(names))
+    assert run_group(3, agreement.processes_per_host) == [2] * 3
 
 
 def test_machine_id_depends_on_kernel_and_host_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    ids = [hosts.machine_id()]
-    monkeypatch.setattr(hosts.socket, "gethostname", lambda: "container")
-    ids.append(hosts.machine_id())
-    monkeypatch.setattr(hosts, "BOOT_ID", tmp_path / "missing")
-    ids.append(hosts.machine_id())
+    ids = [agreement.machine_id()]
+    monkeypatch.setattr(agreement.socket, "gethostname", lambda: "container")
+    ids.append(agreement.machine_id())
+    monkeypatch.setattr(agreement, "BOOT_ID", tmp_path / "missing")
+    ids.append(agreement.machine_id())
     assert len({*ids}) == 3
-    assert hosts.machine_id() == ids[-1]
+    assert agreement.machine_id() == ids[-1]
 
 
 @pytest.mark.parametrize(
@@ -43,22 +43,22 @@ def test_each_folder_has_exactly_one_writing_process(
     def writes(process: ThreadGroup) -> bool:
         folder = tmp_path / ("shared" if process.index < num_shared else "other")
         folder.mkdir(exist_ok=True)
-        return process.index in hosts.folder_processes(folder, process).writers
+        return process.index in agreement.folder_processes(folder, process).writers
 
     assert run_group(4, writes) == writers
-    assert list(tmp_path.rglob(f"{hosts.PROBE_PREFIX}*")) == []
+    assert list(tmp_path.rglob(f"{agreement.PROBE_PREFIX}*")) == []
 
 
 def test_sees_folder_removes_only_old_probes(tmp_path: Path):
-    old, new = (tmp_path / f"{hosts.PROBE_PREFIX}{age}" for age in ("old", "new"))
+    old, new = (tmp_path / f"{agreement.PROBE_PREFIX}{age}" for age in ("old", "new"))
     old.touch()
     new.touch()
     os.utime(old, (0, 0))
-    assert hosts.sees_folder(tmp_path, SingleProcess())
+    assert agreement.sees_folder(tmp_path, SingleProcess())
     assert list(tmp_path.iterdir()) == [new], "another job may use it"
 
 
 def test_writers_are_one_process_of_each_other_host():
     answers = [("a", True), ("a", True), ("b", False), ("b", False), ("c", False), ("d", True)]
-    assert hosts._folder_writers(answers) == [0, 2, 4]
-    assert hosts._host_leaders(answers) == [0, 2, 4, 5]
+    assert agreement._folder_writers(answers) == [0, 2, 4]
+    assert agreement._host_leaders(answers) == [0, 2, 4, 5]

@@ -11,14 +11,14 @@ from pathlib import Path
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from packaging.specifiers import SpecifierSet
 
-from trainer.distributed import jax_internals
-from trainer.distributed.runtime_errors import CALLBACK, CLIENT_FACTORY
+from trainer.distributed import devices
+from trainer.distributed.start import CALLBACK, CLIENT_FACTORY
 
 ROOT = Path(__file__).parents[3]
 BOUND = ">=0.10,<0.13"
 BACKENDS = """
 import jax
-from trainer.distributed.jax_internals import backends_are_initialized
+from trainer.distributed.devices import backends_are_initialized
 
 print(backends_are_initialized())
 jax.devices()
@@ -33,12 +33,12 @@ def test_backends_are_initialized_by_the_first_use_of_devices():
 
 
 def test_distributed_state_has_the_client_of_jax():
-    state = jax_internals.distributed_state()
+    state = devices.distributed_state()
     assert (state.client, state.process_id, state.num_processes) == (None, 0, 1)
 
 
 def test_this_machine_is_not_a_tpu_vm():
-    assert jax_internals.runs_on_tpu_vm() is False
+    assert devices.runs_on_tpu_vm() is False
 
 
 def test_client_factory_of_jaxlib_has_the_error_callback():

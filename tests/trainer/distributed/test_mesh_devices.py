@@ -9,8 +9,12 @@ import pytest
 
 from prepcli.models.attention_kernels import DeviceKind
 from prepcli.models.mesh import parse_mesh
-from trainer.distributed.mesh_devices import device_kind, kind_of_device
-from trainer.distributed.sharding import ShardingContext, make_sharding_context
+from trainer.distributed.sharding import (
+    ShardingContext,
+    device_kind,
+    kind_of_device,
+    make_sharding_context,
+)
 
 
 def device(platform: str, version: str = "", **attributes: Any) -> Any:

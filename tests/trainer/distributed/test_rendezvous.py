@@ -13,8 +13,7 @@ from prepcli.core.errors import PrepError
 from prepcli.core.process_address import ProcessAddress
 from prepcli.launch.local import free_port
 from tests.helpers.waiting import MAX_S
-from trainer.distributed.hosts import process_place
-from trainer.distributed.rendezvous import index_ranges, meet_processes
+from trainer.distributed.rendezvous import index_ranges, meet_processes, process_place
 
 pytestmark = pytest.mark.waits
 

@@ -18,7 +18,7 @@ from trainer.distributed.start import check_coordinator_host
 CONNECTED = """
 import sys
 import jax
-from trainer.distributed.coordination import CoordinatedProcesses
+from trainer.distributed.start import CoordinatedProcesses
 from trainer.distributed.start import start_processes
 from prepcli.core.errors import PrepError
 from prepcli.core.process_address import ProcessAddress

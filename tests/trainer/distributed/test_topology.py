@@ -8,16 +8,16 @@ from importlib.util import find_spec
 import pytest
 
 from prepcli.core.errors import FAILED, PrepError
-from trainer.distributed import topology
-from trainer.distributed.topology import tpu_devices
+from trainer.distributed import devices
+from trainer.distributed.devices import tpu_devices
 
 
 def test_version_of_libtpu_without_a_package_is_unknown(monkeypatch: pytest.MonkeyPatch):
     def find_version(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(topology, "version", find_version)
-    assert topology.libtpu_version() == "unknown"
+    monkeypatch.setattr(devices, "version", find_version)
+    assert devices.libtpu_version() == "unknown"
 
 
 @pytest.mark.skipif(find_spec("libtpu") is not None, reason="libtpu is installed")

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.helpers.waiting import MAX_S
-from trainer.distributed.coordination import ConnectionBrokenError
-from trainer.distributed.heartbeat import JobEnd
-from trainer.distributed.watchdog import INTERVAL_S, Watchdog, WatchSettings
+from trainer.distributed.start import ConnectionBrokenError
+from trainer.distributed.watchdog import INTERVAL_S, JobEnd, Watchdog, WatchSettings
 
 pytestmark = pytest.mark.waits
 

@@ -7,8 +7,7 @@ import pytest
 
 from prepcli.models.mesh import parse_mesh
 from tests.helpers.meshes import error_of
-from trainer.distributed.sharding import ShardingContext
-from trainer.distributed.zigzag_order import order_tokens, zigzag_order
+from trainer.distributed.sharding import ShardingContext, order_tokens, zigzag_order
 
 
 def mesh_of(text: str) -> ShardingContext:

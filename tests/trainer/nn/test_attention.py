@@ -14,9 +14,8 @@ import pytest
 from prepcli.models.architecture import FULL_ATTENTION, ArchConfig
 from prepcli.models.rope_config import Rope
 from trainer.nn.attention import attention
-from trainer.nn.attention_mask import causal_mask
+from trainer.nn.attention_mask import CosSin, causal_mask, rotary_cos_sin
 from trainer.nn.context import LayerContext
-from trainer.nn.position_encoding import CosSin, rotary_cos_sin
 
 T, D, HEAD_DIM = 6, 8, 4
 

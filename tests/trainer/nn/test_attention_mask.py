@@ -12,9 +12,15 @@ from prepcli.models.architecture import FULL_ATTENTION
 from prepcli.models.layer_config import RelativePositionBias
 from tests.trainer.nn.test_attention import D, T, attend, make_arch, random_weights
 from trainer.nn.attention import attention, project_kv
-from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput, Segments, causal_mask
+from trainer.nn.attention_mask import (
+    KV,
+    AttentionMask,
+    EncoderOutput,
+    ScoreBias,
+    Segments,
+    causal_mask,
+)
 from trainer.nn.context import LayerContext
-from trainer.nn.position_encoding import ScoreBias
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, T, D)).astype(np.float32)

@@ -25,14 +25,13 @@ from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
 from trainer.nn import transformer
 from trainer.nn.attention import attention
-from trainer.nn.attention_mask import causal_mask
+from trainer.nn.attention_mask import causal_mask, rotary_cos_sin
 from trainer.nn.block import BLOCKS
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout, RandomKey, step_dropout
 from trainer.nn.layer_stack import layer_weights
 from trainer.nn.mlp import mlp_hidden
 from trainer.nn.model_spec import AttentionOptions, ForwardConfig
-from trainer.nn.position_encoding import rotary_cos_sin
 from trainer.nn.projections import BlockWeights, linear, norm
 
 ROWS, LENGTH, WIDTH = 2, 6, 24

@@ -19,8 +19,7 @@ from prepcli.commands.testing.tiny_model import (
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.param_tree import Tree, flatten_tree
 from tests.helpers.later_configs import GEMMA4
-from trainer.distributed.sharding import make_sharding_context
-from trainer.distributed.zigzag_order import order_tokens
+from trainer.distributed.sharding import make_sharding_context, order_tokens
 from trainer.nn import transformer
 from trainer.nn.embedding import layer_inputs
 from trainer.nn.model_spec import AttentionOptions, ForwardConfig

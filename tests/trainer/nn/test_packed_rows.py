@@ -23,8 +23,7 @@ from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
 from trainer.data.packed_documents import document_dataset
 from trainer.data.store import MappedTokens
-from trainer.distributed.sharding import make_sharding_context
-from trainer.distributed.zigzag_order import zigzag_order
+from trainer.distributed.sharding import make_sharding_context, zigzag_order
 from trainer.nn import transformer
 from trainer.nn.attention_mask import Segments
 from trainer.nn.dropout import Stack, step_dropout

@@ -12,7 +12,7 @@ import pytest
 from prepcli.commands.testing.tiny_model import exact_log
 from prepcli.models.layer_config import RelativePositionBias, alibi_slopes
 from prepcli.models.rope_config import QueryScale, Rope
-from trainer.nn.position_encoding import (
+from trainer.nn.attention_mask import (
     CosSin,
     alibi_bias,
     apply_rotary,

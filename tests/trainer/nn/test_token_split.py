@@ -24,8 +24,7 @@ from prepcli.models.registry import FAMILIES
 from tests.helpers.meshes import error_of
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
-from trainer.distributed.sharding import make_sharding_context
-from trainer.distributed.zigzag_order import zigzag_order
+from trainer.distributed.sharding import make_sharding_context, zigzag_order
 from trainer.nn.model_spec import AttentionOptions, ForwardConfig, build_model
 from trainer.nn.transformer import loss_sums
 

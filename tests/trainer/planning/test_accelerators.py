@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prepcli.core.errors import UsageError
-from trainer.planning.accelerators import ACCELERATORS, Accelerator, parse_devices
+from trainer.planning.step_time import ACCELERATORS, Accelerator, parse_devices
 
 
 @pytest.mark.parametrize(

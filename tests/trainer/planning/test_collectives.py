@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from bench.model_configs import MODEL_CONFIGS
-from prepcli.models.memory_inputs import MemoryInputs
 from prepcli.models.rules import ACTIVATION_RULES, PARAM_RULES, WHOLE, Rules
-from tests.prepcli.models.test_memory_estimate import make_inputs
-from trainer.planning.collectives import AxisTraffic, axis_strides, axis_traffic
+from tests.trainer.planning.test_memory_estimate import make_inputs
+from trainer.planning.memory_inputs import MemoryInputs
+from trainer.planning.step_time import AxisTraffic, axis_strides, axis_traffic
 
 LLAMA_7B, T5 = (MODEL_CONFIGS[name] for name in ("7b", "t5"))
 PARAMETERS = 6_738_415_616

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from trainer.planning.compiled_plan import Collective, CompiledPlan, read_collectives
+from trainer.planning.training_plan import Collective, CompiledPlan, read_collectives
 
 HLO = """\
 HloModule jit_train_step, is_scheduled=true

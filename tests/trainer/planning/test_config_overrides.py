@@ -9,7 +9,7 @@ import pytest
 from prepcli.core.errors import PrepError, UsageError
 from prepcli.core.json_values import JsonValue
 from prepcli.models.registry import FAMILIES, fields_read
-from trainer.planning.config_overrides import override_fields
+from trainer.planning.model_shapes import override_fields
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

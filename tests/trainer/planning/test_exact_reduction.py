@@ -13,7 +13,7 @@ from prepcli.models.partition import num_batch_shards
 from prepcli.models.rule_text import merge_rules
 from tests.helpers.runs import make_setup
 from tests.trainer.run.test_checks import RECIPE
-from trainer.planning.exact_reduction import check_exact_model, reduction_shards
+from trainer.planning.step_inputs import check_exact_model, reduction_shards
 from trainer.recipe import batch_shape, load_recipe
 
 EXACT = "train.reduction=exact"

@@ -7,9 +7,9 @@ from pathlib import Path
 from prepcli.models.presets import PRESETS
 from prepcli.models.rules import ACTIVATION_RULES, DEFAULT_RULES
 from tests.helpers.training_plans import TINY, load_text
-from trainer.planning.accelerators import ACCELERATORS
-from trainer.planning.mesh_search import search_meshes
 from trainer.planning.model_shapes import model_of_config
+from trainer.planning.step_time import ACCELERATORS
+from trainer.planning.training_plan import search_meshes
 
 
 def test_search_returns_fitting_meshes_by_time(tmp_path: Path):

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from bench.model_configs import MODEL_CONFIGS
+from prepcli.models.activation_memory import NO_SCORES
 from prepcli.models.lora import build_adapters
 from prepcli.models.lora_config import LoraConfig
-from prepcli.models.memory_inputs import NO_SCORES
 from prepcli.models.registry import FAMILIES
 from tests.helpers.later_configs import LATER_FAMILIES
-from tests.prepcli.models.test_memory_estimate import make_inputs
+from tests.trainer.planning.test_memory_estimate import make_inputs
 from trainer.planning.step_flops import StepFlops, count_step_flops
 
 LLAMA_7B, MIXTRAL, T5 = (MODEL_CONFIGS[name] for name in ("7b", "mixtral", "t5"))

@@ -9,11 +9,11 @@ import pytest
 
 from prepcli.core.errors import PrepError
 from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU, AttentionFeature, DeviceKind
-from prepcli.models.memory_estimate import estimate_memory
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.rules import DEFAULT_RULES
 from tests.helpers.tiny_configs import T5
 from tests.helpers.training_plans import TINY, load_text
+from trainer.planning.memory_estimate import estimate_memory
 from trainer.planning.model_shapes import model_of_config
 from trainer.planning.step_inputs import (
     ChunkSizes,

@@ -9,9 +9,8 @@ import pytest
 from prepcli.models.presets import PRESETS
 from prepcli.models.rules import DEFAULT_RULES
 from tests.helpers.training_plans import load_text
-from trainer.planning.accelerators import ACCELERATORS
 from trainer.planning.model_shapes import model_of_config
-from trainer.planning.step_time import COMPUTE_EFFICIENCY, StepTime, compute_shards
+from trainer.planning.step_time import ACCELERATORS, COMPUTE_EFFICIENCY, StepTime, compute_shards
 from trainer.planning.training_plan import TrainingPlan, plan_training
 
 V5P = ACCELERATORS["v5p"]

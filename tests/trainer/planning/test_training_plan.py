@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from prepcli.core.errors import UsageError
-from prepcli.models.memory_estimate import estimate_memory
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.registry import FAMILIES
 from prepcli.models.rules import DEFAULT_RULES
 from tests.helpers.training_plans import RECIPE, TINY, load_text, plan_text
-from tests.prepcli.models.test_memory_estimate import LLAMA_13B, make_inputs
-from trainer.planning.accelerators import ACCELERATORS
+from tests.trainer.planning.test_memory_estimate import LLAMA_13B, make_inputs
+from trainer.planning.memory_estimate import estimate_memory
 from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
+from trainer.planning.step_time import ACCELERATORS
 from trainer.planning.training_plan import (
     memory_fields,
     memory_table,

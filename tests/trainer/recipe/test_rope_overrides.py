@@ -23,7 +23,7 @@ from tests.helpers.tiny_configs import (
     ROPES,
     T5,
 )
-from trainer.nn.position_encoding import inverse_frequencies
+from trainer.nn.attention_mask import inverse_frequencies
 from trainer.recipe.rope_overrides import RopeOverrides, check_rope_scaling, override_rope
 
 YARN = {"rope_type": "yarn", "factor": 4.0}

@@ -12,7 +12,7 @@ from prepcli.commands.operations.recipes import recipes_folder
 from prepcli.core.process_group import SingleProcess
 from trainer.distributed import agreement, start
 from trainer.recipe import load_recipe
-from trainer.run.processes import compare_settings, compare_start, connect_processes
+from trainer.run.run import compare_settings, compare_start, connect_processes
 
 MANIFEST = {
     "config": {"hidden_size": 8},

@@ -14,7 +14,7 @@ from prepcli.core.process_group import SingleProcess
 from prepcli.execution import training_folder
 from prepcli.execution.training_folder import FolderStorage
 from tests.helpers.thread_groups import run_together
-from trainer.distributed.hosts import PROBE_PREFIX
+from trainer.distributed.agreement import PROBE_PREFIX
 from trainer.recipe import load_recipe
 from trainer.run.storage import check_last_step, check_shared_folder, hold_run, open_run_storage
 

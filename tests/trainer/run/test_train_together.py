@@ -19,9 +19,9 @@ from prepcli.core.process_group import SingleProcess
 from prepcli.formats.manifest import saved_steps
 from tests.helpers.job_faults import NO_SETTINGS, Fault, Outcome, run_job, state_digest
 from tests.helpers.training_folder import make_training_folder
-from trainer.distributed.heartbeat import JobEnd
+from trainer.distributed.watchdog import JobEnd
 from trainer.recipe.tables import Cluster
-from trainer.run.processes import _job_error, run_together
+from trainer.run.run import _job_error, run_together
 
 KILLED = -signal.SIGKILL
 # Steps are saved in the background, so later steps may be logged before this line.

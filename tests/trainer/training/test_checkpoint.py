@@ -10,8 +10,7 @@ import pytest
 
 from prepcli.core.errors import PrepError
 from tests.helpers import runs
-from trainer.training.checkpoint import host_leaves
-from trainer.training.loading import init_state, restore_state
+from trainer.training.checkpoint import host_leaves, init_state, restore_state
 
 
 def reader_of(state: runs.TrainState, optimizer_state: bool = True) -> runs.MemoryReader:

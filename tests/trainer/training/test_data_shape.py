@@ -18,7 +18,7 @@ from trainer.data.fields import compile_fields
 from trainer.data.readers.reader import Record
 from trainer.recipe.data_table import Data
 from trainer.recipe.text_fields import CHAT_FORMATS
-from trainer.training.data_shape import find_data_shape
+from trainer.training.source_datasets import find_data_shape
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"

@@ -97,7 +97,6 @@ def test_loss_terms_and_dropout_do_not_change_evaluation(tmp_path: Path):
             runs.make_state(setup),
             store=runs.MemoryStore(),
             logs=[MetricsFileLog(tmp_path / name, 0), recording],
-            poll_stop_reason=runs.never_stop,
         ).run()
         return recording.lines[0], recording.evaluations[0]["eval_loss"]
 
@@ -145,7 +144,6 @@ def test_loop_evaluates_at_the_start_if_asked_to(
         runs.make_state(setup),
         store=runs.MemoryStore(),
         logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0), recording],
-        poll_stop_reason=runs.never_stop,
     ).run()
     assert [line["step"] for line in recording.evaluations] == steps
 
@@ -159,7 +157,6 @@ def test_loop_logs_the_result_of_evaluate(tmp_path: Path):
         state,
         store=runs.MemoryStore(),
         logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0), recording],
-        poll_stop_reason=runs.never_stop,
     ).run()
     result = run_evaluate(setup)
     expected = {

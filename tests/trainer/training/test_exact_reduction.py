@@ -22,7 +22,7 @@ from trainer.nn.model_spec import AttentionOptions
 from trainer.training.logs import MetricsFileLog
 from trainer.training.loop import Loop
 from trainer.training.metrics import METRICS_FILE
-from trainer.training.optimizers.optimizer import Optimizer
+from trainer.training.optimizers import Optimizer
 from trainer.training.step import StepSetup
 
 ONE_DEVICE = "1,1,1"
@@ -97,7 +97,6 @@ def run(setup: StepSetup, folder: Path) -> FinishedRun:
         state,
         store=runs.MemoryStore(),
         logs=[MetricsFileLog(folder / METRICS_FILE, 0), recording],
-        poll_stop_reason=runs.never_stop,
     )
     loop.run()
     lines = [{key: line[key] for key in line if key not in TIMINGS} for line in recording.lines]

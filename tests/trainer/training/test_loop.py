@@ -18,11 +18,11 @@ from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
 from trainer.nn.model_spec import AttentionOptions
 from trainer.training import loop
-from trainer.training.loading import restore_state
+from trainer.training.checkpoint import restore_state
 from trainer.training.logs import MetricsFileLog
 from trainer.training.loop import Loop
-from trainer.training.loop_config import LoopConfig
 from trainer.training.metrics import METRICS_FILE, read_metrics
+from trainer.training.setup import LoopConfig
 from trainer.training.step import TrainState
 
 STEPS = 20
@@ -55,7 +55,6 @@ class FinishedRun:
             state,
             store=self.store,
             logs=[MetricsFileLog(self.metrics_path, int(state["step"])), self.recording],
-            poll_stop_reason=runs.never_stop,
         )
         self.loop.run()
         self.result = self.loop
@@ -182,9 +181,8 @@ def test_loop_stopped_before_first_step_saves_nothing(setup: runs.StepSetup, tmp
         runs.make_state(setup),
         store=store,
         logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0)],
-        poll_stop_reason=lambda: "SIGTERM",
     )
-    stopped.run()
+    stopped.run(lambda: "SIGTERM")
     assert (stopped.step, stopped.stop_reason, store.steps()) == (0, "SIGTERM", [])
 
 
@@ -277,7 +275,6 @@ def test_loop_logs_time_mfu_and_memory_of_steps(
         runs.make_state(setup),
         store=runs.MemoryStore(),
         logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0), recording],
-        poll_stop_reason=runs.never_stop,
     )
     assert loop_run.metrics_lag == loop.CPU_METRICS_LAG
     loop_run.metrics_lag = lag

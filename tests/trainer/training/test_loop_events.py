@@ -33,7 +33,6 @@ def run_loop(
         runs.make_state(setup),
         store=store,
         logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0), runs.RecordingLog()],
-        poll_stop_reason=runs.never_stop,
         **(options or {}),
     )
     loop.run()

@@ -16,6 +16,7 @@ from tests.helpers.training_folder import write_tokenizer
 from tests.helpers.waiting import MAX_S
 from tests.trainer.training.test_samples import make_sampler
 from trainer.data.tokenizer import load_tokenizer
+from trainer.training.checkpoint import restore_state
 from trainer.training.events import (
     NO_MISSING_EVENTS,
     EventTimes,
@@ -23,12 +24,11 @@ from trainer.training.events import (
     is_due,
     num_due,
 )
-from trainer.training.loading import restore_state
 from trainer.training.logs import MetricsFileLog, SamplesFileLog
 from trainer.training.loop import Loop
-from trainer.training.loop_config import LoopConfig
 from trainer.training.metrics import METRICS_FILE, read_metrics
 from trainer.training.samples import Sampler
+from trainer.training.setup import LoopConfig
 
 STEPS = 6
 SAMPLES_FILE = "samples.jsonl"
@@ -92,10 +92,9 @@ class StartedRun:
                 SamplesFileLog(self.folder / SAMPLES_FILE, step),
                 recording,
             ],
-            poll_stop_reason=lambda: recording.reason,
             missing_events=missing,
         )
-        self.loop.run()
+        self.loop.run(lambda: recording.reason)
         self.result = self.loop
         return recording
 
@@ -211,7 +210,6 @@ def test_missing_evaluation_is_compiled_once(tmp_path: Path):
         restore_state(run.store.open(6), job.setup),
         store=run.store,
         logs=[MetricsFileLog(tmp_path / METRICS_FILE, 6), recording],
-        poll_stop_reason=runs.never_stop,
         missing_events=MissingEvents(evaluation=True),
     )
     loop.compile()
@@ -228,7 +226,6 @@ def test_evaluation_is_compiled_before_the_first_step(tmp_path: Path):
         runs.make_state(job.setup),
         store=runs.MemoryStore(),
         logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0), recording],
-        poll_stop_reason=runs.never_stop,
     )
     eval_step, phases = loop.eval_step, list[str]()
 

@@ -14,8 +14,7 @@ import pytest
 from tests.helpers import runs
 from tests.helpers.optimizers import compile_step, take_steps
 from trainer.training import feed
-from trainer.training.checkpoint import host_leaves
-from trainer.training.loading import restore_state
+from trainer.training.checkpoint import host_leaves, restore_state
 from trainer.training.step import GROWTH_STEPS, MAX_SCALE, LossScale, ScaleState, StepSetup
 
 DYNAMIC = LossScale()

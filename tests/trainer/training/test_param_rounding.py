@@ -16,10 +16,9 @@ from prepcli.models.param_tree import flatten_tree
 from tests.helpers import runs
 from tests.helpers.optimizers import make_optimizer
 from tests.trainer.training.test_lora_step import make_setup as make_lora_setup
-from trainer.training.checkpoint import host_leaves
+from trainer.training.checkpoint import host_leaves, init_state, random_state
 from trainer.training.compiled_plan import compile_plan
 from trainer.training.feed import batch_shapes
-from trainer.training.loading import init_state, random_state
 
 SPECIAL = np.array(
     [1.0, 1 + 2**-9, 1e-45, np.nan, -np.inf, 3.3895e38, -(2.0**-130), 0.1], np.float32

@@ -166,7 +166,6 @@ def run_loop(setup: StepSetup, log: Path, **changes: Any) -> Loop:
             SamplesFileLog(log, 0),
             runs.RecordingLog(),
         ],
-        poll_stop_reason=runs.never_stop,
     )
     loop.run()
     return loop

@@ -20,8 +20,8 @@ from trainer.data.store import DamagedStoreError
 from trainer.data.token_changes import IdentityChange, RecordedTokens
 from trainer.data.tokenize import open_tokens, tokenize_files, tokenize_share
 from trainer.data.tokenize_config import TokenizeConfig
-from trainer.distributed import hosts
-from trainer.training.group_tokens import tokenize_in_group
+from trainer.distributed import agreement
+from trainer.training.source_datasets import tokenize_in_group
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def hosts_by_thread(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     """Return hosts by thread. All other threads are on one host."""
     names: dict[int, str] = {}
     monkeypatch.setattr(
-        hosts, "machine_id", lambda: names.get(threading.get_ident(), "one host for all")
+        agreement, "machine_id", lambda: names.get(threading.get_ident(), "one host for all")
     )
     return names
 

@@ -18,8 +18,7 @@ from prepcli.models.param_tree import Tree, flatten_tree
 from tests.helpers import runs
 from tests.helpers.optimizers import compile_step
 from tests.helpers.training_plans import load_text
-from trainer.distributed.sharding import ShardingContext
-from trainer.distributed.zigzag_order import zigzag_order
+from trainer.distributed.sharding import ShardingContext, zigzag_order
 from trainer.nn import transformer
 from trainer.nn.lm_head import LMHead, LossTerms, loss_sums
 from trainer.nn.model_spec import AttentionOptions

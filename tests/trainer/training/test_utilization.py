@@ -13,10 +13,9 @@ from prepcli.models.mesh import parse_mesh
 from prepcli.models.registry import family_of
 from prepcli.models.rules import DEFAULT_RULES
 from tests.helpers.training_plans import TINY, plan_text
-from trainer.distributed.mesh_devices import peak_memory_nbytes
-from trainer.distributed.sharding import ShardingContext
+from trainer.distributed.sharding import ShardingContext, peak_memory_nbytes
 from trainer.nn.model_spec import build_model
-from trainer.planning.accelerators import ACCELERATORS, JAX_KINDS, accelerator_of
+from trainer.planning.step_time import ACCELERATORS, JAX_KINDS, accelerator_of
 from trainer.training.setup import peak_step_s
 
 

@@ -2,14 +2,15 @@
 
 The forward pass is FlashAttention's online softmax (arXiv:2205.14135, algorithm 1). It saves the log-sum-exp of each
 query, from which the backward pass computes the probabilities again (arXiv:2307.08691, algorithm 2). Both passes
-skip a tile if the ranges of its positions or segments show that it has no visible key. Gradients are summed in float32.
+skip a tile if the ranges of its positions or segments show that it has no visible key. Gradients are summed in
+float32.
 
 Within the loops tiles are head-major: each product then multiplies contiguous matrices, and transposes at most the
 smaller operand or the result.
 
 Dropout multiplies the probabilities P by a mask M of elements 0 or 1 / (1 - rate): the output is O = (P * M) V. The
-forward pass applies M to the weights of the values, not to the normalizer. With dA = dO V^T, the gradient of P * M, the
-gradient of the scores is P * (dA * M - r) with r = sum_s P * (dA * M) = sum_s (P * M) * dA. For each query this is
+forward pass applies M to the weights of the values, not to the normalizer. With dA = dO V^T, the gradient of P * M,
+the gradient of the scores is P * (dA * M - r) with r = sum_s P * (dA * M) = sum_s (P * M) * dA. For each query this is
 dO . O, as without dropout.
 
 A sink is the score of one more key, without a value. The forward pass starts the softmax of each query with it. Its
@@ -22,6 +23,7 @@ queries and keys, V width of values, N tiles of queries or keys, t queries and s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,38 +32,194 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from prepcli.models.activation_memory import chunk_length
-from prepcli.models.architecture import NO_SOFTCAP, ArchConfig
-from prepcli.models.layer_config import Alibi
-from trainer.nn.attention_mask import KV, AttentionMask
-from trainer.nn.kernels.tiles import (
-    AttentionInputs,
-    Constants,
-    Labels,
-    TileConfig,
-    attend_in_tiles,
-    has_visible,
-    tile_config,
-)
+from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
+from prepcli.models.layer_config import Alibi, RelativePositionBias
+from trainer.distributed.sharding import ShardingContext
+from trainer.nn.attention_mask import KV, AttentionMask, ScoreBias
+from trainer.nn.dropout import AttentionDropout, QueryDropout
 from trainer.nn.model_spec import AttentionOptions, name_activation
-from trainer.nn.position_encoding import ScoreBias
-from trainer.nn.token_chunks import join_chunks, split_chunks
+from trainer.nn.token_chunks import join_chunks, pad_tokens, split_chunks, unpad_tokens
+
+# Beyond all positions, which are below 2^30 so that differences of two fit into int32.
+FAR = 1 << 30
+# Position and segment of padding. They differ, so that padding queries do not match padding keys.
+Q_PADDING = -1
+KV_PADDING = -2
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """Static settings of a call: tile sizes, scaling of scores, and the rule of visible keys.
+
+    With `is_partial` the keys are only a part of the visible keys. Outputs and gradients are then float32, because
+    the caller merges them over all parts.
+    """
+
+    q_size: int
+    kv_size: int
+    scale: float
+    softcap: float
+    window: int
+    is_causal: bool
+    bias_config: RelativePositionBias | Alibi | None
+    sharding: ShardingContext
+    is_partial: bool = False
+
+
+class Labels(NamedTuple):
+    """Positions and segments of queries or keys, which keys are valid, and the dropout of queries.
+
+    All are arrays [B or 1, T or S], or [B, T, H] in the dropout, or None.
+    """
+
+    positions: Array | None = None
+    segment_ids: Array | None = None
+    valid: Array | None = None
+    dropout: QueryDropout | None = None
+
+
+class Constants(NamedTuple):
+    """The inputs without a gradient: labels, the layer's score scale, and attention dropout."""
+
+    q_labels: Labels
+    kv_labels: Labels
+    score_scale: Array  # float32 []
+    dropout: AttentionDropout | None = None
+
+
+class AttentionInputs(NamedTuple):
+    """The inputs with a gradient, or their gradients. T and S are multiples of the tile sizes."""
+
+    q: Array  # Queries [B, T, K, G, E]
+    k: Array  # Keys [B, S, K, E]
+    v: Array  # Values [B, S, K, V]
+    bias_table: Array | None  # Parameters of the score bias, or the slopes of ALiBi
+    sinks: Array | None  # [K, G]
+
+
+TileFunction = Callable[[AttentionInputs, Constants], Array]
+
+
+def tile_config(
+    arch_config: ArchConfig, mask: AttentionMask, *, q_size: int, kv_size: int
+) -> TileConfig:
+    """Return the static settings of a call with tiles of these sizes."""
+    return TileConfig(
+        q_size=q_size,
+        kv_size=kv_size,
+        scale=arch_config.attn_scale,
+        softcap=arch_config.attn_logit_softcap,
+        window=mask.window,
+        is_causal=mask.is_causal,
+        bias_config=None if mask.bias is None else mask.bias.config,
+        sharding=ShardingContext() if mask.bias is None else mask.bias.sharding,
+    )
+
+
+def attend_in_tiles(
+    attend: TileFunction,
+    q: Array,
+    kv: KV,
+    mask: AttentionMask,
+    config: TileConfig,
+    *,
+    num_shards: int = 1,
+) -> Array:
+    """Pad queries and keys to whole tiles, attend, and remove the padding.
+
+    Args:
+        attend: Attention of padded arrays. Its result is [B, T, K, G, V].
+        q: Queries [B, T, H, E].
+        kv: Keys [B, S, K, E] and values [B, S, K, V].
+        mask: Visible keys, score bias, sinks, dropout and the layer's score scale.
+        config: Sizes of tiles.
+        num_shards: Number of shards of T and S on the mesh. Each shard is padded to whole tiles.
+
+    Returns:
+        [B, T, H, V].
+    """
+    b, num_queries, num_heads, head_dim = q.shape
+    num_keys, num_kv_heads = kv.keys.shape[1:3]
+    # e.g. 10 queries of a shard in tiles of 4 get 2 more
+    q_padding = -(num_queries // num_shards) % config.q_size
+    kv_padding = -(num_keys // num_shards) % config.kv_size
+    pad_q = partial(pad_tokens, count=q_padding, num_shards=num_shards)
+    pad_kv = partial(pad_tokens, count=kv_padding, num_shards=num_shards)
+    valid = mask.kv_valid
+    if valid is None:
+        valid = jnp.ones((1, num_keys), bool)
+    q_labels = _pad_labels(Labels(mask.q_positions, mask.q_segment_ids), pad_q, Q_PADDING)
+    kv_labels = Labels(mask.kv_positions, mask.kv_segment_ids, valid)
+    kv_labels = _pad_labels(kv_labels, pad_kv, KV_PADDING)
+    score_scale = mask.layer_score_scale
+    if score_scale is None:
+        score_scale = jnp.float32(1)
+    constants = Constants(q_labels, kv_labels, score_scale, mask.dropout)
+    grouped_q = q.reshape(b, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    bias_table = None if mask.bias is None else mask.bias.table
+    sinks = None if mask.sinks is None else mask.sinks.reshape(grouped_q.shape[2:4])
+    inputs = AttentionInputs(
+        q=pad_q(grouped_q),
+        k=pad_kv(kv.keys),
+        v=pad_kv(kv.values),
+        bias_table=bias_table,
+        sinks=sinks,
+    )
+    output = unpad_tokens(attend(inputs, constants), q_padding, num_shards=num_shards)
+    return output.reshape(*q.shape[:-1], kv.values.shape[-1])
+
+
+def _pad_labels(labels: Labels, pad: Callable[..., Array], padding_id: int) -> Labels:
+    """Add a row axis to all labels and append padding.
+
+    A padding key is not valid, so that no query sees it.
+    """
+    return Labels(
+        _pad_label(labels.positions, pad, padding_id),
+        _pad_label(labels.segment_ids, pad, padding_id),
+        _pad_label(labels.valid, pad, False),
+    )
+
+
+def _pad_label(label: Array | None, pad: Callable[..., Array], fill: int | bool) -> Array | None:
+    """Return a label as [B or 1, T], with padding."""
+    if label is None:
+        return None
+    if label.ndim == 1:
+        label = label[None]
+    return pad(label, fill=fill)
+
+
+def has_visible(config: TileConfig, q_labels: Labels, kv_labels: Labels) -> Array:
+    """Return whether a tile or shard may have a visible key, bool [].
+
+    Only the ranges of positions and segments are compared. False means that no key is visible, true
+    that one may be.
+    """
+    assert kv_labels.valid is not None
+    visible = kv_labels.valid.any()
+    if config.is_causal and q_labels.positions is not None and kv_labels.positions is not None:
+        first_key = jnp.where(kv_labels.valid, kv_labels.positions, FAR).min()
+        visible &= q_labels.positions.max() >= first_key
+        if config.window != FULL_ATTENTION:
+            last_key = jnp.where(kv_labels.valid, kv_labels.positions, -FAR).max()
+            visible &= q_labels.positions.min() - last_key < config.window
+    if q_labels.segment_ids is not None and kv_labels.segment_ids is not None:
+        visible &= q_labels.segment_ids.max() >= kv_labels.segment_ids.min()
+        visible &= q_labels.segment_ids.min() <= kv_labels.segment_ids.max()
+    return visible
+
 
 # The initial maximum of the scores of a query. It is finite, so that no difference of maxima is nan.
 LOWEST = -1e30
 
 
 class _SoftmaxState(NamedTuple):
-    """The softmax of the queries of a tile over the keys seen so far.
+    """The softmax of the queries of a tile over the keys seen so far."""
 
-    Attributes:
-        weighted_sum: Values weighted by exp(score - maximum), float32 [B, K, G, t, V].
-        maximum: Largest score [B, K, G, t].
-        normalizer: Sum of exp(score - maximum) [B, K, G, t].
-    """
-
-    weighted_sum: Array
-    maximum: Array
-    normalizer: Array
+    weighted_sum: Array  # Values weighted by exp(score - maximum), float32 [B, K, G, t, V]
+    maximum: Array  # Largest score [B, K, G, t]
+    normalizer: Array  # Sum of exp(score - maximum) [B, K, G, t]
 
 
 class Residuals(NamedTuple):
@@ -140,7 +298,22 @@ def forward(
             def update(state: _SoftmaxState) -> _SoftmaxState:
                 mask = _tile_mask(config, labels, q_labels, kv_labels)
                 scores, _ = _masked_scores(config, queries, keys, inputs.bias_table, mask)
-                return _update_softmax(state, scores, values, partial(_drop, q_labels, kv_labels))
+                drop = partial(_drop, q_labels, kv_labels)
+                # Online softmax (arXiv:2205.14135, algorithm 1): with a new maximum m', earlier terms
+                # exp(score - m) become exp(score - m') by a factor exp(m - m'). No exponent is above 0.
+                # Example: the scores 1 and then 3, each in a tile. After the first m = 1 and the normalizer is
+                # exp(0) = 1. After the second m' = 3 and the normalizer is 1 * exp(-2) + exp(0) = 1.135.
+                maximum = jnp.maximum(state.maximum, scores.max(-1))
+                weights = jnp.exp(scores - maximum[..., None])
+                rescale = jnp.exp(state.maximum - maximum)
+                kept = drop(weights).astype(values.dtype)
+                return _SoftmaxState(
+                    state.weighted_sum * rescale[..., None]
+                    + _einsum("bkgts,bkse->bkgte", kept, values),
+                    maximum,
+                    # Without dropout: it acts on the probabilities, which the normalizer defines.
+                    state.normalizer * rescale + weights.sum(-1),
+                )
 
             return lax.cond(
                 has_visible(config, q_labels, kv_labels), update, lambda same: same, state
@@ -173,26 +346,6 @@ def _initial_softmax(queries: Array, inputs: AttentionInputs) -> _SoftmaxState:
     # The sink [K, G] is the largest score so far: exp(sink - sink) = 1.
     maximum = jnp.broadcast_to(inputs.sinks.astype(jnp.float32)[..., None], shape)
     return _SoftmaxState(weighted_sum, maximum, jnp.ones(shape, jnp.float32))
-
-
-def _update_softmax(
-    state: _SoftmaxState, scores: Array, values: Array, drop: Callable[[Array], Array]
-) -> _SoftmaxState:
-    """Add the keys of a tile: scores [B, K, G, t, s] and values [B, K, s, E]. `drop` applies dropout to weights."""
-    # Online softmax (arXiv:2205.14135, algorithm 1): with a new maximum m', earlier terms
-    # exp(score - m) become exp(score - m') by a factor exp(m - m'). No exponent is above 0.
-    # Example: the scores 1 and then 3, each in a tile. After the first m = 1 and the normalizer is
-    # exp(0) = 1. After the second m' = 3 and the normalizer is 1 * exp(-2) + exp(0) = 1.135.
-    maximum = jnp.maximum(state.maximum, scores.max(-1))
-    weights = jnp.exp(scores - maximum[..., None])
-    rescale = jnp.exp(state.maximum - maximum)
-    kept = drop(weights).astype(values.dtype)
-    return _SoftmaxState(
-        state.weighted_sum * rescale[..., None] + _einsum("bkgts,bkse->bkgte", kept, values),
-        maximum,
-        # Without dropout: it acts on the probabilities, which the normalizer defines.
-        state.normalizer * rescale + weights.sum(-1),
-    )
 
 
 class _TileGradients(NamedTuple):

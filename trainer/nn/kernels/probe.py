@@ -23,13 +23,12 @@ from prepcli.models.attention_kernels import (
     DeviceKind,
 )
 from prepcli.models.layer_config import RelativePositionBias
-from trainer.nn.attention_mask import KV, AttentionMask
+from trainer.nn.attention_mask import KV, AttentionMask, ScoreBias
 from trainer.nn.dropout import AttentionDropout, RandomKey
 from trainer.nn.kernels import KERNELS
 from trainer.nn.kernels.accelerators import AttentionKernel
 from trainer.nn.kernels.reference import reference_attention
 from trainer.nn.model_spec import AttentionOptions
-from trainer.nn.position_encoding import ScoreBias
 
 NUM_ROWS = 2
 NUM_KV_HEADS = 2
@@ -169,7 +168,18 @@ def _output_and_gradients(
     kernel: AttentionKernel, inputs: Arrays, *, needs: AttentionNeeds, is_causal: bool, window: int
 ) -> dict[str, Array]:
     """Return the output of a kernel, and the gradients of its inputs."""
-    arch_config = _arch_config(needs)
+    arch_config = ArchConfig(
+        norm="rms",
+        norm_eps=1e-6,
+        activation="silu",
+        has_gated_mlp=True,
+        attn_scale=needs.head_dim**-0.5,
+        sliding_windows=(),
+        rope=None,
+        max_positions=0,
+        init_std=1.0,
+        attn_logit_softcap=SOFTCAP if AttentionFeature.SOFTCAP in needs.features else NO_SOFTCAP,
+    )
     options = AttentionOptions("blockwise", *TILE)
 
     def attend(arrays: Arrays) -> Array:
@@ -214,19 +224,3 @@ def _mask(needs: AttentionNeeds, arrays: Arrays, *, is_causal: bool, window: int
     if AttentionFeature.LAYER_SCALE in needs.features:
         changes["layer_score_scale"] = jnp.float32(LAYER_SCALE)
     return dataclasses.replace(mask, **changes)
-
-
-def _arch_config(needs: AttentionNeeds) -> ArchConfig:
-    """Return an architecture with the scores of the run. Its softcap is small enough to change all scores."""
-    return ArchConfig(
-        norm="rms",
-        norm_eps=1e-6,
-        activation="silu",
-        has_gated_mlp=True,
-        attn_scale=needs.head_dim**-0.5,
-        sliding_windows=(),
-        rope=None,
-        max_positions=0,
-        init_std=1.0,
-        attn_logit_softcap=SOFTCAP if AttentionFeature.SOFTCAP in needs.features else NO_SOFTCAP,
-    )

@@ -6,8 +6,6 @@ V width of values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import jax.numpy as jnp
 from jax import Array, nn
 
@@ -15,8 +13,8 @@ from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
 from prepcli.models.attention_kernels import (
     AttentionFeature,
     KernelSpec,
-    missing_features,
-    unsupported_error,
+    check_features,
+    needed_features,
 )
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.model_spec import AttentionOptions, name_activation
@@ -80,60 +78,37 @@ def reference_attention(
     return name_activation(output.reshape(b, t, num_heads, v.shape[-1]), "attention_output")
 
 
-# The features that one call of an attention kernel uses, and their check against the kernel's capabilities.
-#
-# A kernel is chosen by the features of its model. This check also covers masks from other callers, so that no
-# kernel ignores a part of a mask.
-
-
 def check_call_features(
     spec: KernelSpec, q: Array, kv: KV, *, arch_config: ArchConfig, mask: AttentionMask
 ) -> None:
-    """Check that a kernel supports all features of a call.
+    """Check that a kernel supports all features of a call, e.g. a window or dropout.
+
+    A kernel is chosen by the features of its model. This check also covers masks from other callers, so that no
+    kernel ignores a part of a mask. Positions of queries and keys count as equal if their shapes are equal, because
+    traced values are unknown.
 
     Raises:
         UsageError: It does not support one of them.
     """
-    features = frozenset(_call_features(q, kv, arch_config=arch_config, mask=mask))
-    if reasons := [*missing_features(spec, features)]:
-        raise unsupported_error(spec, reasons)
-
-
-def _call_features(
-    q: Array, kv: KV, *, arch_config: ArchConfig, mask: AttentionMask
-) -> Iterator[AttentionFeature]:
-    """Yield what a call of attention requires of a kernel, such as a window or dropout.
-
-    Positions of queries and keys count as equal if their shapes are equal, because traced values are unknown.
-    """
-    is_causal = mask.is_causal and mask.q_positions is not None and mask.kv_positions is not None
-    yield AttentionFeature.CAUSAL if is_causal else AttentionFeature.BIDIRECTIONAL
-    if is_causal and mask.window != FULL_ATTENTION:
-        yield AttentionFeature.WINDOW
-    if is_causal and _has_unequal_positions(mask):
-        yield AttentionFeature.POSITIONS
-    if q.shape[2] != kv.keys.shape[2]:
-        yield AttentionFeature.GROUPED_HEADS
-    if mask.kv_valid is not None:
-        yield AttentionFeature.KEY_PADDING
-    if mask.q_segment_ids is not None and mask.kv_segment_ids is not None:
-        yield AttentionFeature.SEGMENTS
-    if mask.dropout is not None:
-        yield AttentionFeature.DROPOUT
-    if mask.bias is not None:
-        yield AttentionFeature.SCORE_BIAS
-    if q.shape[-1] != kv.values.shape[-1]:
-        yield AttentionFeature.VALUE_WIDTH
-    if mask.sinks is not None:
-        yield AttentionFeature.SINKS
-    if mask.layer_score_scale is not None:
-        yield AttentionFeature.LAYER_SCALE
-    if arch_config.attn_logit_softcap != NO_SOFTCAP:
-        yield AttentionFeature.SOFTCAP
-
-
-def _has_unequal_positions(mask: AttentionMask) -> bool:
-    """Return whether positions differ between rows of the batch, or between queries and keys."""
-    assert mask.q_positions is not None
-    assert mask.kv_positions is not None
-    return mask.q_positions.ndim != 1 or mask.q_positions.shape != mask.kv_positions.shape
+    q_positions, kv_positions = mask.q_positions, mask.kv_positions
+    is_causal = mask.is_causal and q_positions is not None and kv_positions is not None
+    has_other_positions = False
+    if q_positions is not None and kv_positions is not None:
+        has_other_positions = q_positions.ndim != 1 or q_positions.shape != kv_positions.shape
+    is_needed = {
+        AttentionFeature.CAUSAL: is_causal,
+        AttentionFeature.BIDIRECTIONAL: not is_causal,
+        AttentionFeature.WINDOW: is_causal and mask.window != FULL_ATTENTION,
+        AttentionFeature.POSITIONS: is_causal and has_other_positions,
+        AttentionFeature.GROUPED_HEADS: q.shape[2] != kv.keys.shape[2],
+        AttentionFeature.KEY_PADDING: mask.kv_valid is not None,
+        AttentionFeature.SEGMENTS: mask.q_segment_ids is not None
+        and mask.kv_segment_ids is not None,
+        AttentionFeature.DROPOUT: mask.dropout is not None,
+        AttentionFeature.SCORE_BIAS: mask.bias is not None,
+        AttentionFeature.VALUE_WIDTH: q.shape[-1] != kv.values.shape[-1],
+        AttentionFeature.SINKS: mask.sinks is not None,
+        AttentionFeature.LAYER_SCALE: mask.layer_score_scale is not None,
+        AttentionFeature.SOFTCAP: arch_config.attn_logit_softcap != NO_SOFTCAP,
+    }
+    check_features(spec, needed_features(is_needed))

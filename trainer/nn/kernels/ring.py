@@ -15,7 +15,7 @@ earlier shards in later steps:
     device 2   2    1    0
 
 In the backward pass the gradient of shard 2 is on device 2 in step 0, on device 0 in step 1 and on
-device 1 in step 2. The last hop takes it to device 2. `trainer.distributed.zigzag_order` has the
+device 1 in step 2. The last hop takes it to device 2. `trainer.distributed.sharding` has the
 tokens of each shard.
 
 Axes as in `blockwise`. In functions of one device B, T, S and K count its rows, tokens and heads.
@@ -40,22 +40,20 @@ from prepcli.models.architecture import ArchConfig
 from prepcli.models.mesh import MeshAxes
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.attention_mask import KV, AttentionMask
-from trainer.nn.dropout import AttentionDropout, RandomKey
+from trainer.nn.dropout import RandomKey
 from trainer.nn.kernels.blockwise import (
     LOWEST,
-    Residuals,
-    backward,
-    forward,
-    gradient_dots,
-    sink_gradient,
-)
-from trainer.nn.kernels.tiles import (
     AttentionInputs,
     Constants,
     Labels,
+    Residuals,
     TileConfig,
     attend_in_tiles,
+    backward,
+    forward,
+    gradient_dots,
     has_visible,
+    sink_gradient,
     tile_config,
 )
 from trainer.nn.model_spec import AttentionOptions, name_activation
@@ -88,16 +86,13 @@ class _Ring:
 
         q_labels, kv_labels = jax.tree.map(label_spec, (constants.q_labels, constants.kv_labels))
         scale: Any = PartitionSpec()
-        labels = Constants(q_labels, kv_labels, scale, self._dropout_specs(constants.dropout))
-        return Residuals(inputs, labels, output=tokens, log_normalizer=tokens)
-
-    def _dropout_specs(self, dropout: AttentionDropout | None) -> AttentionDropout | None:
-        """Return how the keys of dropout are split over devices."""
         rows: Any = PartitionSpec(self.row_axes)
         heads: Any = PartitionSpec(self.head_axes)
-        return dropout and dataclasses.replace(
-            dropout, row_keys=RandomKey(rows, rows), head_ids=heads
+        dropout_specs = constants.dropout and dataclasses.replace(
+            constants.dropout, row_keys=RandomKey(rows, rows), head_ids=heads
         )
+        labels = Constants(q_labels, kv_labels, scale, dropout_specs)
+        return Residuals(inputs, labels, output=tokens, log_normalizer=tokens)
 
     def map_devices(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any
@@ -207,7 +202,17 @@ def _local_forward(
             # Without sinks: `so_far` starts with them, once for all shards.
             shard_inputs = AttentionInputs(q, shard.k, shard.v, inputs.bias_table, sinks=None)
             _, saved = forward(config, shard_inputs, shard_labels)
-            return _merge_outputs(so_far, _PartialOutput(saved.output, saved.log_normalizer))
+            # The attention to the union of two sets of keys. With Z = exp(L), the sum of the exponentials of the
+            # scores of a set:
+            #
+            #     Z = Z_a + Z_b,  O = (Z_a O_a + Z_b O_b) / Z = exp(L_a - L) O_a + exp(L_b - L) O_b
+            log_normalizer = jnp.logaddexp(so_far.log_normalizer, saved.log_normalizer)
+            output = jnp.float32(0)
+            for part in (so_far, saved):
+                output = (
+                    output + part.output * jnp.exp(part.log_normalizer - log_normalizer)[..., None]
+                )
+            return _PartialOutput(output, log_normalizer)
 
         is_visible = has_visible(config, labels.q_labels, shard.labels)
         return lax.cond(is_visible, merge, lambda same: same, so_far)
@@ -228,20 +233,6 @@ def _local_forward(
     (so_far, last_shard), _ = lax.scan(step, carry, length=ring.num_shards - 1)
     output, log_normalizer = attend(so_far, last_shard)
     return output.astype(v.dtype), log_normalizer
-
-
-def _merge_outputs(a: _PartialOutput, b: _PartialOutput) -> _PartialOutput:
-    """Merge the attention to two sets of keys into the attention to their union.
-
-    With Z = exp(L), the sum of the exponentials of the scores of a set:
-
-        Z = Z_a + Z_b,  O = (Z_a O_a + Z_b O_b) / Z = exp(L_a - L) O_a + exp(L_b - L) O_b
-    """
-    log_normalizer = jnp.logaddexp(a.log_normalizer, b.log_normalizer)
-    output = jnp.float32(0)
-    for part in (a, b):
-        output = output + part.output * jnp.exp(part.log_normalizer - log_normalizer)[..., None]
-    return _PartialOutput(output, log_normalizer)
 
 
 def _backward(

@@ -66,7 +66,12 @@ def make_row_kernel(
     """
     kernel: Any = splash.make_splash_mha(
         splash.MultiHeadMask([BlockMask(length, window)] * num_heads),
-        block_sizes=splash.BlockSizes(**dict.fromkeys(BLOCK_FIELDS, _block_length(length))),
+        block_sizes=splash.BlockSizes(
+            **dict.fromkeys(
+                BLOCK_FIELDS,
+                next(size for size in range(MAX_BLOCK, 0, -LANES) if length % size == 0),
+            )
+        ),
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=None if softcap == NO_SOFTCAP else softcap,
@@ -79,8 +84,3 @@ def make_row_kernel(
         )
 
     return attend_row
-
-
-def _block_length(length: int) -> int:
-    """Return the largest length up to MAX_BLOCK that divides `length`, a multiple of LANES."""
-    return next(size for size in range(MAX_BLOCK, 0, -LANES) if length % size == 0)

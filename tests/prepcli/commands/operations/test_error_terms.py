@@ -23,7 +23,7 @@ from prepcli.models.rule_text import merge_rules
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
-from trainer.planning.accelerators import parse_devices
+from trainer.planning.step_time import parse_devices
 
 
 def error_of(function: Callable[..., object], *args: object, **kwargs: object) -> PrepError:

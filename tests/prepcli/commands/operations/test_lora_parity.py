@@ -27,7 +27,7 @@ from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, GPT_NEO, LLAMA,
 from tests.helpers.training_folder import make_training_folder
 from trainer.nn import transformer
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model
-from trainer.training.loading import init_state
+from trainer.training.checkpoint import init_state
 from trainer.training.step import StepSetup
 
 torch = lazy_module("torch")

@@ -32,7 +32,7 @@ from tests.helpers.training_states import (
     save_steps,
 )
 from trainer.nn.model_spec import ForwardConfig, model_from_manifest
-from trainer.training.optimizers.optimizer import Optimizer
+from trainer.training.optimizers import Optimizer
 from trainer.training.step import StepSetup, leaf_name, state_shapes
 
 BASES: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from prepcli.commands.operations.recipes import recipes_folder
 from prepcli.core.errors import FAILED, OK, USAGE
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_plans import RECIPE, TINY
-from trainer.planning.accelerators import ACCELERATORS
+from trainer.planning.step_time import ACCELERATORS
 
 RECIPES = sorted(path.name for path in recipes_folder().glob("*.toml"))
 GB = 10**9

@@ -18,8 +18,8 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, INTERRUPTED, OK, USAGE
 from prepcli.models.mesh import Mesh
 from tests.helpers.tiny_checkpoints import LLAMA
-from trainer.distributed.compile_process import CompileWatch
-from trainer.planning.compiled_plan import Collective, CompiledPlan
+from trainer.distributed.compilation import CompileWatch
+from trainer.planning.training_plan import Collective, CompiledPlan
 from trainer.recipe import Recipe
 from trainer.training import compiled_plan as compiled
 

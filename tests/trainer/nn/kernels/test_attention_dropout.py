@@ -14,11 +14,10 @@ from jax import Array
 from prepcli.models.layer_config import RelativePositionBias
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_attention import make_arch
-from trainer.nn.attention_mask import KV, AttentionMask
+from trainer.nn.attention_mask import KV, AttentionMask, ScoreBias
 from trainer.nn.dropout import AttentionDropout, RandomKey, derive_key, uint32
 from trainer.nn.kernels import KERNELS
 from trainer.nn.model_spec import AttentionOptions
-from trainer.nn.position_encoding import ScoreBias
 
 NUM_ROWS, LENGTH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 3, 19, 4, 2, 8
 RATE, SCALE = 0.3, 0.5

@@ -17,12 +17,17 @@ from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP
 from prepcli.models.layer_config import Alibi, RelativePositionBias, alibi_slopes
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_attention import make_arch
-from trainer.nn.attention_mask import KV, AttentionMask, causal_mask
+from trainer.nn.attention_mask import (
+    KV,
+    AttentionMask,
+    ScoreBias,
+    causal_mask,
+    relative_position_buckets,
+)
 from trainer.nn.kernels.accelerators import AttentionKernel
 from trainer.nn.kernels.blockwise import blockwise_attention
 from trainer.nn.kernels.reference import reference_attention
 from trainer.nn.model_spec import AttentionOptions
-from trainer.nn.position_encoding import ScoreBias, relative_position_buckets
 
 # The unit roundoff of float32.
 UNIT_ROUNDOFF = 2.0**-24

@@ -13,10 +13,9 @@ from prepcli.core.errors import UsageError
 from prepcli.models.layer_config import RelativePositionBias
 from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext
-from trainer.nn.attention_mask import KV, AttentionMask
+from trainer.nn.attention_mask import KV, AttentionMask, ScoreBias
 from trainer.nn.kernels import attend
 from trainer.nn.model_spec import AttentionOptions
-from trainer.nn.position_encoding import ScoreBias
 
 LENGTH = 4
 POSITIONS, IDS = jnp.arange(LENGTH), jnp.zeros((1, LENGTH), jnp.int32)

@@ -25,13 +25,11 @@ from tests.trainer.nn.kernels.test_blockwise import (
     scale_of,
 )
 from tests.trainer.nn.test_attention import make_arch
-from trainer.distributed.sharding import ShardingContext
-from trainer.distributed.zigzag_order import zigzag_order
-from trainer.nn.attention_mask import KV, AttentionMask
+from trainer.distributed.sharding import ShardingContext, zigzag_order
+from trainer.nn.attention_mask import KV, AttentionMask, ScoreBias
+from trainer.nn.kernels.blockwise import Labels, has_visible, tile_config
 from trainer.nn.kernels.ring import ring_attention
-from trainer.nn.kernels.tiles import Labels, has_visible, tile_config
 from trainer.nn.model_spec import AttentionOptions
-from trainer.nn.position_encoding import ScoreBias
 
 # Seeds of a causal problem with segments, window and bias, and of a problem with padding that is
 # not causal.

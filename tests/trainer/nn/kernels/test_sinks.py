@@ -15,8 +15,7 @@ from prepcli.models.architecture import FULL_ATTENTION
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.kernels.test_ring import split_over
 from tests.trainer.nn.test_attention import make_arch
-from trainer.distributed.sharding import ShardingContext
-from trainer.distributed.zigzag_order import zigzag_order
+from trainer.distributed.sharding import ShardingContext, zigzag_order
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels import attend
 from trainer.nn.model_spec import AttentionOptions

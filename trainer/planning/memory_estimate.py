@@ -78,9 +78,9 @@ from dataclasses import dataclass, replace
 
 from prepcli.algebra.axis_map import DENSE_LAYERS, LAYERS, MIXER_LAYERS, WIDE_LAYERS
 from prepcli.models.activation_memory import chunk_length
-from prepcli.models.layer_memory import LayerStack
-from prepcli.models.memory_inputs import FLOAT32, MemoryInputs
 from prepcli.models.parameters import DECODER, ENCODER
+from trainer.planning.layer_memory import LayerStack
+from trainer.planning.memory_inputs import FLOAT32, MemoryInputs
 
 # Moments of a parameter in float32, if the inputs have no optimizer state.
 MOMENTS = 2
@@ -93,29 +93,17 @@ NO_MLP = ""
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """The bytes that a training step needs on one device.
+    """The bytes that a training step needs on one device."""
 
-    Attributes:
-        parameters: Parameters of the whole model, split by the mesh.
-        moments: Moments of the optimizer.
-        gradients: Gradients and updates.
-        saved: Activations saved by all layers for the backward pass, and the layers' weights.
-        layer: Working set of one layer's backward pass.
-        head: Working set of the LM head and the loss.
-        scores: Attention scores of one layer or tile, float32 [B, H, T, S]. Part of `layer`.
-        batch: Token ids, targets and weights of a step.
-        offloaded: Activations saved in host memory. Not part of the peak.
-    """
-
-    parameters: int
-    moments: int
-    gradients: int
-    saved: int
-    layer: int
-    head: int
-    scores: int
-    batch: int
-    offloaded: int = 0
+    parameters: int  # Parameters of the whole model, split by the mesh
+    moments: int  # Moments of the optimizer
+    gradients: int  # Gradients and updates
+    saved: int  # Activations saved by all layers for the backward pass, and the layers' weights
+    layer: int  # Working set of one layer's backward pass
+    head: int  # Working set of the LM head and the loss
+    scores: int  # Attention scores of one layer or tile, float32 [B, H, T, S]. Part of `layer`.
+    batch: int  # Token ids, targets and weights of a step
+    offloaded: int = 0  # Activations saved in host memory. Not part of the peak.
 
     @property
     def state(self) -> int:
@@ -143,9 +131,18 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
     num_adapters = sum(inputs.local_leaf_size(leaf) for leaf in (inputs.adapters or {}).values())
     num_trained = sum(inputs.local_leaf_size(leaf) for leaf in inputs.trained_leaves.values())
     stacks = list(layer_stacks(inputs))
+    if inputs.optimizer_state is None:
+        optimizer_nbytes = FLOAT32 * MOMENTS * num_trained
+    else:
+        optimizer_nbytes = sum(map(inputs.local_state_nbytes, inputs.optimizer_state))
+    # Tokens, targets and weights, and for packed documents segment ids and positions. A source has ids
+    # and weights. All are 4 bytes wide.
+    num_columns = 5 if inputs.has_segments else 3
+    num_bytes = FLOAT32 * (num_columns * inputs.seq_length + 2 * inputs.source_length)
+    batch_nbytes = inputs.accumulate * inputs.local_batch_size * num_bytes
     return MemoryEstimate(
         parameters=inputs.adapter_itemsize * num_adapters + inputs.stored_itemsize * num_stored,
-        moments=_optimizer_nbytes(inputs, num_trained),
+        moments=optimizer_nbytes,
         gradients=FLOAT32 * GRADIENT_COPIES * num_trained + _exact_reduction_nbytes(inputs),
         saved=sum(stack.num_layers * stack.saved_nbytes + stack.weight_nbytes for stack in stacks),
         layer=max(stack.working_set_nbytes for stack in stacks)
@@ -153,7 +150,7 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
         + _other_layers_nbytes(inputs),
         head=_lm_head_nbytes(inputs),
         scores=max(stack.score_nbytes for stack in stacks),
-        batch=_batch_nbytes(inputs),
+        batch=batch_nbytes,
         offloaded=sum(stack.num_layers * stack.offloaded_nbytes for stack in stacks),
     )
 
@@ -198,13 +195,6 @@ def _layers_computed_together(inputs: MemoryInputs) -> list[int]:
     return period + [layer for layer in layers if layer not in scanned]
 
 
-def _optimizer_nbytes(inputs: MemoryInputs, num_parameters: int) -> int:
-    """Return the bytes of the optimizer state on one device."""
-    if inputs.optimizer_state is None:
-        return FLOAT32 * MOMENTS * num_parameters
-    return sum(map(inputs.local_state_nbytes, inputs.optimizer_state))
-
-
 def _exact_reduction_nbytes(inputs: MemoryInputs) -> int:
     """Return the bytes of unsplit gradients and gathered parameters of an exact reduction, or 0 for a fast one."""
     if not inputs.is_exact:
@@ -214,15 +204,6 @@ def _exact_reduction_nbytes(inputs: MemoryInputs) -> int:
     # log2(shards of the device) + 1: one sum per level of the tree, and the running one.
     num_sums = inputs.accumulate.bit_length()
     return FLOAT32 * num_parameters * (num_sums + is_split)
-
-
-def _batch_nbytes(inputs: MemoryInputs) -> int:
-    """Return the bytes of a step's batch: the columns of its sequences and of their sources."""
-    # Tokens, targets and weights, and for packed documents segment ids and positions. A source has ids
-    # and weights. All are 4 bytes wide.
-    num_columns = 5 if inputs.has_segments else 3
-    num_bytes = FLOAT32 * (num_columns * inputs.seq_length + 2 * inputs.source_length)
-    return inputs.accumulate * inputs.local_batch_size * num_bytes
 
 
 def _lm_head_nbytes(inputs: MemoryInputs) -> int:

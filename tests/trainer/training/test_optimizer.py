@@ -23,8 +23,12 @@ from tests.helpers.optimizers import (
 )
 from tests.helpers.slow_cases import slow_except
 from trainer.training import feed
-from trainer.training.optimizers.rounding import RoundingKey, narrow_moments, round_stochastically
-from trainer.training.optimizers.rules import decay_mask
+from trainer.training.optimizers import (
+    RoundingKey,
+    decay_mask,
+    narrow_moments,
+    round_stochastically,
+)
 from trainer.training.step import StepSetup, leaf_name, state_shapes
 
 ROUNDED = ("embed.tokens", "layers.attn.q.weight", "layers.mlp.up.weight", "final_norm.scale")

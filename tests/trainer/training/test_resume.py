@@ -17,8 +17,7 @@ from tests.helpers.optimizers import (
     take_steps,
 )
 from tests.helpers.slow_cases import slow_except
-from trainer.training.checkpoint import host_leaves
-from trainer.training.loading import restore_state
+from trainer.training.checkpoint import host_leaves, restore_state
 from trainer.training.step import StepSetup, TrainState, state_nbytes_per_device
 
 STEPS = 6

@@ -12,7 +12,7 @@ from tests.helpers.hybrid_configs import HYBRID_FAMILIES
 from tests.helpers.later_configs import GEMMA4_EXPERTS, LATER_FAMILIES
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT_NEO, LLAMA
 from trainer.recipe.optimizer_tables import AdamWTable
-from trainer.training.optimizers.rules import decay_mask
+from trainer.training.optimizers import decay_mask
 
 # Families with parameters that others do not have.
 LATER = {

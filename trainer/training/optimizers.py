@@ -1,41 +1,290 @@
-"""Update rules by `optimizer.type`: functions from the recipe's table to optax transformations.
-
-The training step computes `params - updates`. `optax.apply_updates` would add them. The `update` of a transformation
-takes the extra argument `learning_rate`, 1 by default. In the equations, a step has the gradient g, parameter x,
-learning rate l, weight decay w, and number t from 1.
-"""
+"""Optimizers: the tables of recipes as update rules, their state, and bfloat16 between steps."""
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
-from jax import Array
+from jax import Array, lax
 
 from prepcli.models.param_tree import (
     DecayRule,
     MatrixAxes,
     ParamLeaf,
     Tree,
+    find_param_path,
+    flatten_tree,
     is_layer_matrix,
+    matches_any,
     matrix_axes,
     unflatten_tree,
 )
+from prepcli.models.rules import path_without_layers
+from trainer.nn.dropout import RandomKey, derive_key, random_bits, uint32
+from trainer.recipe.lr_schedule import LRSchedule, build_lr_schedule
 from trainer.recipe.optimizer_tables import (
     AdafactorTable,
     AdamWTable,
+    AnyOptimizerTable,
     LionTable,
     MuonTable,
     OptimizerTable,
     PalmTable,
     SGDTable,
 )
-from trainer.training.optimizers.factored_moments import by_matrix, scale_by_factored_moments
+from trainer.training.factored_moments import by_matrix, scale_by_factored_moments
+
+# Moments and parameters in bfloat16 between steps, rounded stochastically.
+#
+# A random number of 16 bits is added to the 16 low bits that bfloat16 cuts off, so that the expected
+# value of a rounded number is the number. The random number depends on the seed, the step, the name
+# of the leaf, the layer and the coordinates of the element. It does not depend on devices or on the
+# stacking of layers, and a resumed run draws the same numbers as the uninterrupted one.
+
+# Second word of the seed's key. Dropout has 0, so the two random streams differ.
+ROUNDING_STREAM = 1
+# Bits of float32 that bfloat16 does not have.
+LOW_BITS = 16
+
+
+class RoundingKey(NamedTuple):
+    """The seed of a run and the number of a step, int32 []."""
+
+    seed: int
+    step: Array
+
+
+def bfloat16_to_float32(tree: Any) -> Any:
+    """Return a tree of arrays, such as an optimizer state, with float32 in place of bfloat16."""
+    return jax.tree.map(
+        lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, tree
+    )
+
+
+def narrow_moments(
+    state: Any, leaves: Mapping[str, ParamLeaf], dtype: str, key: RoundingKey | None
+) -> Any:
+    """Return an optimizer state with moments in a dtype.
+
+    State that belongs to no parameter keeps its dtype.
+
+    Args:
+        state: The state with float32 moments.
+        leaves: Parameters by path.
+        dtype: Dtype of the moments.
+        key: Seed and step of stochastic rounding. None for values that are exact in the dtype.
+    """
+    if dtype == "float32":
+        return state
+
+    def narrow(path: tuple[Any, ...], moment: Array) -> Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        param_path = find_param_path(name, leaves)
+        if param_path is None or moment.dtype != jnp.float32:
+            return moment
+        if key is None:
+            return moment.astype(dtype)
+        bits = _rounding_bits(key, name, leaves[param_path], moment.shape)
+        return round_stochastically(moment, bits)
+
+    return jax.tree_util.tree_map_with_path(narrow, state)
+
+
+def narrow_params(
+    updated: Tree, before: Tree, *, leaves: Mapping[str, ParamLeaf], key: RoundingKey
+) -> Tree:
+    """Return updated parameters in the dtypes that they had before the step.
+
+    Args:
+        updated: The updated parameters in float32.
+        before: The parameters before the step.
+        leaves: Parameters by path.
+        key: Seed and step of stochastic rounding.
+    """
+    dtypes = {path: leaf.dtype for path, leaf in flatten_tree(before).items()}
+
+    def narrow(path: str, param: Array) -> Array:
+        if param.dtype == dtypes[path]:
+            return param
+        return round_stochastically(
+            param, _rounding_bits(key, f"params.{path}", leaves[path], param.shape)
+        )
+
+    return unflatten_tree(
+        {path: narrow(path, param) for path, param in flatten_tree(updated).items()}
+    )
+
+
+def round_stochastically(x: Array, bits: Array) -> Array:
+    """Round float32 to bfloat16, up with the probability of the fraction that is cut off.
+
+    Args:
+        x: Float32 values. Infinities and NaN stay.
+        bits: Random uint32 of the same shape. The upper half is used.
+    """
+    # With low bits f, 2^16 random values are added and f of them carry into the kept part: it is
+    # rounded up with probability f / 2^16.
+    return _cut_low_bits(x, lax.bitcast_convert_type(x, jnp.uint32) + (bits >> LOW_BITS))
+
+
+def round_to_nearest(x: Array) -> Array:
+    """Round float32 to bfloat16, ties to even.
+
+    The bits are rounded as integers: devices may flush subnormal values, and XLA may leave out a
+    cast to bfloat16 and back.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    is_odd = (bits >> LOW_BITS) & 1
+    # Adds 0x7FFF, or 0x8000 if the kept part is odd: low bits above 0x8000 carry into the kept
+    # part, and exactly 0x8000 carries only into an odd one (ties to even).
+    return _cut_low_bits(x, bits + uint32(2 ** (LOW_BITS - 1) - 1) + is_odd)
+
+
+def _cut_low_bits(x: Array, wide: Array) -> Array:
+    """Return the upper halves of uint32 bits as bfloat16, and the values of `x` that are not finite."""
+    rounded = lax.bitcast_convert_type((wide >> LOW_BITS).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+
+
+def _rounding_bits(key: RoundingKey, name: str, leaf: ParamLeaf, shape: tuple[int, ...]) -> Array:
+    """Return a random uint32 per element of a moment, or per element of the parameter."""
+    step_key = derive_key(RandomKey(uint32(key.seed), uint32(ROUNDING_STREAM)), key.step)
+    # The key depends on name and layer, not on the stacking: layer 3 of a stacked leaf draws the
+    # same bits as the unstacked leaf of layer 3.
+    leaf_key = derive_key(step_key, zlib.crc32(path_without_layers(name).encode()))
+    axes = [axis for axis in range(len(shape)) if axis != leaf.stack_axis]
+    layers = uint32(leaf.layer_index or 0)
+    if leaf.stack_axis is not None:
+        layers = _coordinates(shape, leaf.stack_axis)
+    rows = uint32(0)
+    if axes:
+        rows = _coordinates(shape, axes[0])
+    # Layer and row are in the key, the other coordinates in a 32-bit counter: a row would need
+    # more than 2^32 elements to repeat a number.
+    index = jnp.zeros((1,) * len(shape), jnp.uint32)
+    for axis in axes[1:]:
+        index = index * uint32(shape[axis]) + _coordinates(shape, axis)
+    return jnp.broadcast_to(random_bits(derive_key(leaf_key, layers, rows), index), shape)
+
+
+def _coordinates(shape: tuple[int, ...], axis: int) -> Array:
+    """Return the coordinates along an axis, uint32, with extent 1 in all other axes."""
+    extents = [1] * len(shape)
+    extents[axis] = shape[axis]
+    return lax.broadcasted_iota(jnp.uint32, extents, axis)
+
+
+# An optimizer: the table of a recipe with its learning rate schedule, and its state.
+
+# Entry of the optimizer state with the averages.
+EMA = "ema"
+OptState = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """An optimizer with its learning rate schedule."""
+
+    table: AnyOptimizerTable  # The recipe's `[optimizer]`
+    lr_schedule: LRSchedule  # The learning rate
+
+    def transformation(
+        self, leaves: Mapping[str, ParamLeaf]
+    ) -> optax.GradientTransformationExtraArgs:
+        """Return the optax transformation from clipped gradients to updates. See `rules`.
+
+        Args:
+            leaves: Trained parameters by path.
+        """
+        return RULES[self.table.type](self.table, leaves)
+
+    def unfrozen_leaves(self, leaves: Mapping[str, ParamLeaf]) -> dict[str, ParamLeaf]:
+        """Return the leaves without a match in `freeze`."""
+        frozen = self.table.freeze
+        return {path: leaf for path, leaf in leaves.items() if not matches_any(frozen, path)}
+
+    def init(self, params: Tree, leaves: Mapping[str, ParamLeaf]) -> OptState:
+        """Return the state before the first step.
+
+        Args:
+            params: The trained parameters, in float32 or bfloat16.
+            leaves: Their leaves.
+        """
+        wide_params = bfloat16_to_float32(params)
+        state: Any = self.transformation(leaves).init(wide_params)
+        moments = narrow_moments(state, leaves, self.table.moment_dtype, None)
+        if not self.table.ema:
+            return moments
+        # A copy: the step donates both buffers, and a buffer can be donated once.
+        return {**moments, EMA: jax.tree.map(lambda leaf: leaf.copy(), wide_params)}
+
+    def update(
+        self,
+        gradients: Tree,
+        opt_state: OptState,
+        params: Tree,
+        *,
+        leaves: Mapping[str, ParamLeaf],
+        learning_rate: Array,
+        rounding: RoundingKey,
+    ) -> tuple[Tree, OptState]:
+        """Return the trained parameters and the state after a step.
+
+        The update is computed in float32. Parameters in bfloat16 are rounded stochastically.
+        Averages are float32, of the values before they are rounded.
+
+        Args:
+            gradients: Clipped gradients of the trained parameters, in float32.
+            opt_state: The state before the step.
+            params: The trained parameters before the step.
+            leaves: Their leaves.
+            learning_rate: The learning rate of the step, [].
+            rounding: Seed and number of the step.
+        """
+        moments = {name: value for name, value in opt_state.items() if name != EMA}
+        # A bfloat16 has 8 significant bits: near 1 its values are 1/128 apart, and updates of 1e-4
+        # would be lost. Everything is computed in float32 and rounded once, at the end.
+        wide_params = bfloat16_to_float32(params)
+        updates, wide = self.transformation(leaves).update(
+            gradients, bfloat16_to_float32(moments), wide_params, learning_rate=learning_rate
+        )
+        updated = jax.tree.map(lambda leaf, update: leaf - update, wide_params, updates)
+        new_state: Any = narrow_moments(wide, leaves, self.table.moment_dtype, rounding)
+        if ema := self.table.ema:
+            # Exponential moving average of the parameters x: a <- d a + (1 - d) x. It starts at the
+            # initial parameters, so it has no bias to correct. With d = 0.999 the last 1,000 steps
+            # have 1 - 0.999^1000 = 63 % of the weight.
+            averages = jax.tree.map(lambda a, b: ema * a + (1 - ema) * b, opt_state[EMA], updated)
+            new_state = {**new_state, EMA: averages}
+        return narrow_params(updated, params, leaves=leaves, key=rounding), new_state
+
+
+def build_optimizer(table: AnyOptimizerTable, steps: int) -> Optimizer:
+    """Return the optimizer of a run.
+
+    Args:
+        table: The recipe's `[optimizer]`.
+        steps: Steps of the run.
+
+    Raises:
+        UsageError: The decay would end before the warm-up does.
+    """
+    return Optimizer(table, build_lr_schedule(table, steps))
+
+
+# Update rules by `optimizer.type`: functions from the recipe's table to optax transformations.
+#
+# The training step computes `params - updates`. `optax.apply_updates` would add them. The `update` of a transformation
+# takes the extra argument `learning_rate`, 1 by default. In the equations, a step has the gradient g, parameter x,
+# learning rate l, weight decay w, and number t from 1.
 
 # Trained parameters by path.
 Leaves = Mapping[str, ParamLeaf]

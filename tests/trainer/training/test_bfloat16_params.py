@@ -23,8 +23,8 @@ from tests.helpers.optimizers import (
 )
 from tests.helpers.slow_cases import slow_except
 from trainer.training import feed
-from trainer.training.optimizers.optimizer import Optimizer
-from trainer.training.optimizers.rounding import (
+from trainer.training.optimizers import (
+    Optimizer,
     RoundingKey,
     bfloat16_to_float32,
     narrow_params,

@@ -20,7 +20,7 @@ from tests.helpers.optimizers import (
     run_trajectory,
     trajectory_params,
 )
-from trainer.training.optimizers.optimizer import Optimizer
+from trainer.training.optimizers import Optimizer
 
 STEPS = 50
 Tensors = dict[str, np.ndarray]

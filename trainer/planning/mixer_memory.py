@@ -1,6 +1,6 @@
 """The memory of the recurrent mixer of a layer.
 
-The docstring of `prepcli.models.memory_estimate` has the symbols.
+The docstring of `trainer.planning.memory_estimate` has the symbols.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prepcli.models.activation_memory import (
     SELECTIVE_SCAN_CHUNK_SIZE,
 )
 from prepcli.models.layer_config import Mixer
-from prepcli.models.memory_inputs import FLOAT32, MemoryInputs
+from trainer.planning.memory_inputs import FLOAT32, MemoryInputs
 
 # Arrays [B, T, C] that the backward pass of a short convolution reads: three projections, and the input and the
 # output of the convolution.
@@ -32,15 +32,10 @@ DELTA_PRODUCTS = 2
 
 
 class ArrayCounts(NamedTuple):
-    """Numbers of arrays of one shape.
+    """Numbers of arrays of one shape."""
 
-    Attributes:
-        plain: In the dtype of the computation.
-        float32: In float32.
-    """
-
-    plain: int
-    float32: int
+    plain: int  # In the dtype of the computation
+    float32: int  # In float32
 
     def nbytes(self, size: int, itemsize: int) -> int:
         """Return the bytes of all arrays, of `size` elements each."""
@@ -59,17 +54,11 @@ RECOMPUTED_VALUE_ARRAYS = ArrayCounts(plain=0, float32=4)
 
 @dataclass(frozen=True, slots=True)
 class MixerMemory:
-    """The memory of a recurrent mixer on one device.
+    """The memory of a recurrent mixer on one device."""
 
-    Attributes:
-        inputs: Inputs of the estimate.
-        mixer: The mixer.
-        seq_length: Number of tokens of a row.
-    """
-
-    inputs: MemoryInputs
-    mixer: Mixer
-    seq_length: int
+    inputs: MemoryInputs  # Inputs of the estimate
+    mixer: Mixer  # The mixer
+    seq_length: int  # Number of tokens of a row
 
     @property
     def saved_nbytes(self) -> int:

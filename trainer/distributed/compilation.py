@@ -1,8 +1,4 @@
-"""A process that compiles for devices that this machine does not have.
-
-XLA compiles in one call of C++ code. The call takes minutes, reports no progress and cannot be interrupted. A process
-can be ended: at a time limit, by Ctrl-C, and when its parent ends.
-"""
+"""Compilation that a signal or a time limit can end: in a thread that is abandoned, or in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +14,49 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any
 
+import jax
+
 from prepcli.core.errors import Option, PrepError, text
+from prepcli.core.worker_thread import run_abandonable
+
+
+class CompiledFunction:
+    """A function of arrays, compiled once per combination of shapes, dtypes, shardings and static arguments.
+
+    Attributes:
+        compile_s: Seconds of compilation so far.
+    """
+
+    def __init__(self, jitted: Any) -> None:
+        """Take a function of `jax.jit`."""
+        self._jitted = jitted
+        self._executables: dict[Any, Callable[..., Any]] = {}
+        self.compile_s = 0.0
+
+    def __call__(self, *arrays: Any, **static: Any) -> Any:
+        """Call the function, after its compilation for the first arguments of their kind."""
+        leaves, structure = jax.tree.flatten(arrays)
+        # `compile` makes an executable for exactly these arguments. It rejects other shapes and shardings,
+        # where `jit` would silently compile again.
+        key = (
+            structure,
+            *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves),
+            *static.items(),
+        )
+        if key not in self._executables:
+            # Compile before the first call, to count its time without the execution.
+            started_at = time.monotonic()
+            lowered = self._jitted.lower(*arrays, **static)
+            # XLA compiles for minutes in one call, during which the main thread could handle no signal.
+            self._executables[key] = run_abandonable(lowered.compile)
+            self.compile_s += time.monotonic() - started_at
+        return self._executables[key](*arrays)
+
+
+# A process that compiles for devices that this machine does not have.
+#
+# XLA compiles in one call of C++ code. The call takes minutes, reports no progress and cannot be interrupted. A process
+# can be ended: at a time limit, by Ctrl-C, and when its parent ends.
 
 # JAX reads these once per process. libtpu would otherwise look for a TPU host, and lock the machine's TPU.
 _ENVIRONMENT = {
@@ -39,17 +77,12 @@ def ignore_phase(phase: str, elapsed_s: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CompileWatch:
-    """Reports and time limit of a compilation.
+    """Reports and time limit of a compilation."""
 
-    Attributes:
-        on_phase: Receives the phase and the seconds since the start, at each new phase and every `note_s` seconds.
-        limit_s: Time limit of the compilation in seconds. None means no limit.
-        note_s: Seconds between two reports of the same phase.
-    """
-
+    # Receives the phase and the seconds since the start, at each new phase and every `note_s` seconds
     on_phase: Callable[[str, float], None] = ignore_phase
-    limit_s: float | None = None
-    note_s: float = NOTE_S
+    limit_s: float | None = None  # Time limit of the compilation in seconds. None means no limit.
+    note_s: float = NOTE_S  # Seconds between two reports of the same phase
 
 
 UNWATCHED = CompileWatch()
@@ -116,11 +149,7 @@ def _send_request(stdin: IO[str], request: str) -> None:
 
 
 def _wait_for_answer(stdout: IO[str], watch: CompileWatch) -> str | None:
-    """Wait until the process closes its stdout. Return its last line.
-
-    Raises:
-        PrepError: The time limit was reached.
-    """
+    """Wait until the process closes its stdout. Return its last line."""
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     # A thread reads, because reading a line from a pipe has no timeout.
     threading.Thread(target=_read_lines, args=(stdout, lines), daemon=True).start()
@@ -130,7 +159,13 @@ def _wait_for_answer(stdout: IO[str], watch: CompileWatch) -> str | None:
     while True:
         elapsed_s = time.monotonic() - start_s
         if watch.limit_s is not None and elapsed_s >= watch.limit_s:
-            raise _limit_error(watch.limit_s, phase)
+            what = f"the step was not compiled within {watch.limit_s:g} s"
+            hint = text(
+                "a longer {}, or the estimate without {}",
+                Option("compile_timeout"),
+                Option("compile"),
+            )
+            raise PrepError(what, f"its last phase was `{phase}`", hint)
         wait_s = watch.note_s
         if watch.limit_s is not None:
             wait_s = min(wait_s, watch.limit_s - elapsed_s)
@@ -153,14 +188,6 @@ def _read_lines(stdout: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
     for line in stdout:
         lines.put(line.rstrip("\n"))
     lines.put(None)
-
-
-def _limit_error(limit_s: float, phase: str) -> PrepError:
-    what = f"the step was not compiled within {limit_s:g} s"
-    hint = text(
-        "a longer {}, or the estimate without {}", Option("compile_timeout"), Option("compile")
-    )
-    return PrepError(what, f"its last phase was `{phase}`", hint)
 
 
 def read_request() -> Any:

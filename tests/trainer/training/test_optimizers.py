@@ -16,11 +16,10 @@ from tests.helpers.optimizers import (
     random_gradients,
     trajectory_params,
 )
-from trainer.planning.exact_reduction import ELEMENTWISE_OPTIMIZERS
+from trainer.planning.step_inputs import ELEMENTWISE_OPTIMIZERS
 from trainer.recipe.lr_schedule import LRSchedule
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AdamWTable
-from trainer.training.optimizers.optimizer import Optimizer, build_optimizer
-from trainer.training.optimizers.rules import RULES
+from trainer.training.optimizers import RULES, Optimizer, build_optimizer
 
 # Optimizer -> keys with other values than those of `KEYS`.
 RULE_KEYS: dict[str, dict[str, Any]] = {

@@ -27,24 +27,16 @@ from prepcli.models.partition import (
 from prepcli.models.rules import Rules
 
 FLOAT32 = 4
-# Attention tile of a kernel that keeps scores on the chip.
-NO_SCORES = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StateLeaf:
-    """A leaf of the optimizer state.
+    """A leaf of the optimizer state."""
 
-    Attributes:
-        param: Its parameter.
-        reduced_axes: Axes of the parameter that have extent 1 in the leaf, e.g. axis 1 for row statistics of
-            Adafactor.
-        itemsize: Bytes per element.
-    """
-
-    param: ParamLeaf
+    param: ParamLeaf  # Its parameter
+    # Axes of the parameter that have extent 1 in the leaf, e.g. axis 1 for row statistics of Adafactor.
     reduced_axes: tuple[int, ...]
-    itemsize: int
+    itemsize: int  # Bytes per element
 
     @property
     def nbytes(self) -> int:
@@ -62,62 +54,43 @@ class StateLeaf:
 
 @dataclass(frozen=True, slots=True)
 class MemoryInputs:
-    """The inputs of the memory estimate.
+    """The inputs of the memory estimate."""
 
-    Attributes:
-        arch_config: The choices of the layers.
-        leaves: Parameters by path.
-        mesh: The mesh without axes of size -1, or None for one device.
-        rules: Partition rules.
-        micro_batch_size: Sequences of a micro-batch, over all devices.
-        seq_length: Tokens of a sequence, or of a target.
-        source_length: Tokens of a source, or 0 without an encoder.
-        has_segments: Whether sequences have segment ids and positions, because documents share
-            them.
-        itemsize: Bytes per element in the dtype of the computation, as the devices store it.
-        remat_policy: Rematerialization policy of the layers.
-        offload: "residuals" if the inputs of layers are saved in host memory, or "none".
-        head_chunk_size: Tokens of a device per row with logits in memory at the same time. -1: all.
-        ffn_chunk_size: Tokens of a device per row of a chunk of the MLP and of attention's
-            projections. -1 for all.
-        attention_tile: Queries and keys with scores in memory at once, -1 for all, or None if
-            scores are not tiled, `NO_SCORES` if they are never in memory.
-        accumulate: Micro-batches of a step.
-        is_exact: Whether gradients are summed in an order that does not depend on the mesh.
-            `accumulate` is then the number of logical shards of a device.
-        optimizer_state: Leaves of the optimizer state that belong to parameters, or None for two
-            float32 moments of each.
-        frozen: Paths of the parameters that are not trained.
-        plans_for_cpu: Whether the devices are CPUs, for which XLA fuses less and gathers weights
-            later than for accelerators.
-        adapters: Adapters by path, and the parameters of `leaves` that are trained as a whole, if only they are
-            trained. None to train all parameters.
-        stored_itemsize: Bytes per element of the parameters in `leaves`.
-        adapter_itemsize: Bytes per element of the adapters.
-    """
-
-    arch_config: ArchConfig
-    leaves: Mapping[str, ParamLeaf]
-    mesh: Mesh | None
-    rules: Rules
-    micro_batch_size: int
-    seq_length: int
-    source_length: int = 0
+    arch_config: ArchConfig  # The choices of the layers
+    leaves: Mapping[str, ParamLeaf]  # Parameters by path
+    mesh: Mesh | None  # The mesh without axes of size -1, or None for one device
+    rules: Rules  # Partition rules
+    micro_batch_size: int  # Sequences of a micro-batch, over all devices
+    seq_length: int  # Tokens of a sequence, or of a target
+    source_length: int = 0  # Tokens of a source, or 0 without an encoder
+    # Whether sequences have segment ids and positions, because documents share them
     has_segments: bool = False
+    # Bytes per element in the dtype of the computation, as the devices store it
     itemsize: int = FLOAT32
-    remat_policy: RematPolicy = REMAT_NONE
+    remat_policy: RematPolicy = REMAT_NONE  # Rematerialization policy of the layers
+    # "residuals" if the inputs of layers are saved in host memory, or "none"
     offload: str = OFFLOAD_NONE
+    # Tokens of a device per row with logits in memory at the same time. -1: all.
     head_chunk_size: int = 512
+    # Tokens of a device per row of a chunk of the MLP and of attention's projections. -1 for all.
     ffn_chunk_size: int = -1
+    # Queries and keys with scores in memory at once, -1 for all, or None if scores are not tiled, `NO_SCORES` if
+    # they are never in memory
     attention_tile: tuple[int, int] | None = None
-    accumulate: int = 1
+    accumulate: int = 1  # Micro-batches of a step
+    # Whether gradients are summed in an order that does not depend on the mesh. `accumulate` is then the number
+    # of logical shards of a device.
     is_exact: bool = False
+    # Leaves of the optimizer state that belong to parameters, or None for two float32 moments of each
     optimizer_state: tuple[StateLeaf, ...] | None = None
-    frozen: frozenset[str] = frozenset()
+    frozen: frozenset[str] = frozenset()  # Paths of the parameters that are not trained
+    # Whether the devices are CPUs, for which XLA fuses less and gathers weights later than for accelerators
     plans_for_cpu: bool = True
+    # Adapters by path, and the parameters of `leaves` that are trained as a whole, if only they are trained. None
+    # to train all parameters.
     adapters: Mapping[str, ParamLeaf] | None = None
-    stored_itemsize: int = FLOAT32
-    adapter_itemsize: int = FLOAT32
+    stored_itemsize: int = FLOAT32  # Bytes per element of the parameters in `leaves`
+    adapter_itemsize: int = FLOAT32  # Bytes per element of the adapters
 
     @property
     def saved_leaves(self) -> Mapping[str, ParamLeaf]:

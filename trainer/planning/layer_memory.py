@@ -1,6 +1,6 @@
 """The memory of the layers of a decoder or an encoder.
 
-The docstring of `prepcli.models.memory_estimate` has the formula and its symbols.
+The docstring of `trainer.planning.memory_estimate` has the formula and its symbols.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from prepcli.models.activation_memory import (
     saved_activations,
 )
 from prepcli.models.architecture import NO_SOFTCAP, ArchConfig, BlockType
-from prepcli.models.memory_inputs import FLOAT32, MemoryInputs
-from prepcli.models.mixer_memory import MixerMemory
 from prepcli.models.param_tree import HEAD_WIDTH_DIMS, KV_HEAD_DIMS, ParamLeaf
+from trainer.planning.memory_inputs import FLOAT32, MemoryInputs
+from trainer.planning.mixer_memory import MixerMemory
 
 # Outputs of experts, and their gradients.
 ROW_COPIES = 2
@@ -63,25 +63,18 @@ class LayerStack:
     """Layers of the same kind in a decoder or an encoder, e.g. its dense layers or its MoE layers.
 
     Sizes (`_size`) are in elements on one device, `_nbytes` in bytes.
-
-    Attributes:
-        inputs: Inputs of the estimate.
-        arch_config: The choices of these layers.
-        prefix: Prefix of their paths.
-        seq_length: Number of queries.
-        kv_lengths: Number of keys of each attention of a layer, by name. Empty for layers with a recurrent mixer.
-        groups: Number of layers in each layer group with weights of these layers, by the group's dim. E.g.
-            `{"layers": 32}` for 32 equal layers.
-        mlp_dim: Logical dim of the hidden units.
     """
 
-    inputs: MemoryInputs
-    arch_config: ArchConfig
-    prefix: str
-    seq_length: int
+    inputs: MemoryInputs  # Inputs of the estimate
+    arch_config: ArchConfig  # The choices of these layers
+    prefix: str  # Prefix of their paths
+    seq_length: int  # Number of queries
+    # Number of keys of each attention of a layer, by name. Empty for layers with a recurrent mixer.
     kv_lengths: Mapping[str, int]
+    # Number of layers in each layer group with weights of these layers, by the group's dim. E.g. `{"layers": 32}`
+    # for 32 equal layers.
     groups: Mapping[str, int]
-    mlp_dim: str = "mlp"
+    mlp_dim: str = "mlp"  # Logical dim of the hidden units
 
     @property
     def num_layers(self) -> int:
@@ -129,7 +122,10 @@ class LayerStack:
         if policy in SAVES_ALL:
             if policy == "everything_saveable":
                 return self.backward_inputs_nbytes()
-            return self._saved_without_remat_nbytes()
+            gathered_nbytes = self._block_inputs_nbytes() * (
+                1 - 1 / self.inputs.num_residual_shards(self.seq_length)
+            )
+            return self.backward_inputs_nbytes() - self._recomputed_nbytes() - int(gathered_nbytes)
         names = saved_activations(policy, has_experts=self.arch_config.experts_per_token > 0)
         if policy in SAVES_DOTS:
             score_size = sum(map(self._score_size, self.kv_lengths.values()))
@@ -157,11 +153,13 @@ class LayerStack:
         attention holds its transient scores, so their bytes are subtracted.
         """
         attention_nbytes = self._transient_scores_nbytes() - self._recomputed_nbytes()
+        num_arrays = 2 + self.arch_config.has_gated_mlp
+        mlp_gradient_nbytes = num_arrays * self.inputs.itemsize * self._saved_hidden_size()
         return (
             self.backward_inputs_nbytes()
             # The other layers of a period of kinds: 5 for 5 sliding layers and 1 full.
             + (self.arch_config.layer_schedule.period - 1) * self.nbytes_while_others_run()
-            + max(attention_nbytes, self._mlp_gradient_nbytes())
+            + max(attention_nbytes, mlp_gradient_nbytes)
             + self._expert_nbytes()
             + self._ring_nbytes()
             + self._residual_gradient_nbytes()
@@ -211,10 +209,14 @@ class LayerStack:
         heads_size = self._query_size() + self._output_size() + self._kv_size()
         heads = self.inputs.itemsize * heads_size * len(self.kv_lengths)
         hidden = self._mlp_nbytes(self._saved_hidden_size())
+        if self._mixer is None:
+            mixer_nbytes = 0
+        else:
+            mixer_nbytes = self._mixer.saved_nbytes + self._mixer.recomputed_nbytes
         return (
             self._saved_scores_nbytes()
             + heads
-            + self._mixer_nbytes()
+            + mixer_nbytes
             + self._norm_nbytes()
             + self._block_inputs_nbytes()
             + hidden
@@ -261,25 +263,12 @@ class LayerStack:
             return None
         return MixerMemory(self.inputs, self.arch_config.mixer, self.seq_length)
 
-    def _mixer_nbytes(self) -> int:
-        """Return the bytes that the backward pass of a recurrent mixer reads. 0 without one."""
-        if self._mixer is None:
-            return 0
-        return self._mixer.saved_nbytes + self._mixer.recomputed_nbytes
-
     def _block_inputs_nbytes(self) -> int:
         """Return the bytes of the inputs of the attentions (or of the recurrent mixer) and of the MLP, not sharded."""
         return (1 + self.num_mixings) * self._residual_size() * self.inputs.itemsize
 
     # Sizes below: B sequences, T tokens, S keys, H heads, E head width, D embedding width, F hidden
     # units, all on one device.
-
-    def _saved_without_remat_nbytes(self) -> int:
-        """Return the bytes that a layer without rematerialization saves: not what every policy may compute again."""
-        gathered_nbytes = self._block_inputs_nbytes() * (
-            1 - 1 / self.inputs.num_residual_shards(self.seq_length)
-        )
-        return self.backward_inputs_nbytes() - self._recomputed_nbytes() - int(gathered_nbytes)
 
     def nbytes_while_others_run(self) -> int:
         """Return the bytes that a layer takes while another layer of the same period, or of the scan, is computed."""
@@ -408,11 +397,6 @@ class LayerStack:
             ACTIVATION_ARRAYS[self.arch_config.activation] + 2 * self.arch_config.has_gated_mlp
         )
         return num_arrays * self.inputs.itemsize * hidden_size
-
-    def _mlp_gradient_nbytes(self) -> int:
-        """Return the bytes for the gradients of an MLP's hidden units and for the products in them."""
-        num_arrays = 2 + self.arch_config.has_gated_mlp
-        return num_arrays * self.inputs.itemsize * self._saved_hidden_size()
 
     def _gathered_nbytes(self) -> int:
         """Return the bytes of a layer's weights after the all-gather over fsdp, and of their unreduced gradients.

@@ -10,13 +10,13 @@ import pytest
 
 from bench.memory_points import POINTS, TPU_POINTS, MemoryPoint
 from bench.model_configs import MODEL_CONFIGS
-from prepcli.models.memory_estimate import MemoryEstimate, estimate_memory
-from prepcli.models.memory_inputs import MemoryInputs
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.param_tree import param_leaves
 from prepcli.models.registry import FAMILIES
 from prepcli.models.rules import DEFAULT_RULES
 from tests.helpers.hybrid_configs import GRANITE_HYBRID
+from trainer.planning.memory_estimate import MemoryEstimate, estimate_memory
+from trainer.planning.memory_inputs import MemoryInputs
 
 MIB = 1 << 20
 SMALL, DEEP, LLAMA_13B, MIXTRAL = (

@@ -1,1 +1,0 @@
-"""Optimizers: the tables of recipes as update rules, and their state."""
