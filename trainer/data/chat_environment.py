@@ -18,20 +18,23 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from trainer.data.chat_marks import END_MARK, START_MARK
-
 
 class TemplateRenderer:
     """Compiled templates with the same variables."""
 
     def __init__(
-        self, texts: Sequence[str], variables: Mapping[str, Any], time: str | None
+        self,
+        texts: Sequence[str],
+        variables: Mapping[str, Any],
+        marks: tuple[str, str],
+        time: str | None,
     ) -> None:
         """Compile the templates.
 
         Args:
             texts: The templates.
             variables: Variables of all renderings.
+            marks: Texts around a part that the template marks as generated.
             time: Time that `strftime_now` writes, in ISO format. None makes that an error.
 
         Raises:
@@ -40,6 +43,7 @@ class TemplateRenderer:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
         )
+        environment.extend(generation_marks=marks)
         # Equal messages have equal texts.
         environment.filters["random"] = _refuse_random
         del environment.globals["lipsum"]
@@ -92,7 +96,8 @@ class _GenerationBlocks(Extension):
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line_number)
 
     def _mark(self, caller: Macro) -> str:
-        return f"{START_MARK}{caller()}{END_MARK}"
+        start, end = self.environment.generation_marks
+        return f"{start}{caller()}{end}"
 
 
 def _refuse_random(*args: Any, **named: Any) -> NoReturn:

@@ -6,6 +6,7 @@ Data sets write the same message in several ways, and a template reads one of th
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import json
 import re
@@ -15,10 +16,15 @@ from typing import cast
 
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import JsonObject, JsonValue, json_type_name
-from trainer.data.chat_marks import ASSISTANT, NONCHARACTER, REASONING_KEYS, TOOL_CALLS
-from trainer.data.chat_rendering import HIDDEN_HINT, ChatRenderer, Conversation
-from trainer.data.column_values import SURROGATE_CAUSE, is_encodable, json_list, parse_json
+from trainer.data.chat_template import HIDDEN_HINT, ChatRenderer, ChatTemplate, Conversation
+from trainer.data.columns import SURROGATE_CAUSE, is_encodable, json_list, parse_json
+from trainer.data.conversations import (
+    ASSISTANT,
+    REASONING_KEYS,
+    TOOL_CALLS,
+)
 
+NONCHARACTER = re.compile("[\ufdd0-\ufdef]")
 ARGUMENTS_HINT = '`"arguments": {"city": "Ulm"}`, or the same as a JSON text'
 # A template may check the length of an id: those of Mistral take 9 characters.
 PROBE_ID = "abcdefghi"
@@ -27,7 +33,6 @@ PROBE_ARGUMENTS: JsonObject = {"probe_key": "probe_value"}
 PROBE_WORDS = (PROBE_NAME, "probe_key", "probe_value")
 # Traces of arguments that a template writes as Python values, or as JSON of a JSON text.
 BAD_TRACES = ("'probe_key'", '\\"probe_key')
-
 # Texts of the parts of a content. Some templates read the first part only.
 PROBE_TEXTS = ("probe_first", "probe_second")
 # Trace of parts that a template writes as a Python value or as JSON. The result of a tool may be JSON.
@@ -35,7 +40,6 @@ BAD_PARTS_TRACE = re.compile(r"""['"](text|thinking)['"]: *['"]probe_""")
 BAD_RESULT_TRACE = re.compile(r"'text': *'probe_")
 # Forms of a content, the preferred ones first: a text, its only part, or one of several parts.
 TEXT_FORM, PART_FORM, PARTS_FORM = range(3)
-
 TEXT_TYPE = "text"
 # Types of parts with a text, in the formats of several publishers. Templates know the first one.
 TEXT_TYPES = (TEXT_TYPE, "input_text", "output_text", None)
@@ -50,7 +54,6 @@ SYSTEM_ROLES = ("system", "developer")
 ROLES = (*SYSTEM_ROLES, USER, ASSISTANT, TOOL)
 # Further ones have the form of a user's messages.
 MAX_ROLES = 64
-
 # What stands for the content of a message that has tool calls and no text: no key, null or an empty text.
 NO_CONTENTS: tuple[JsonObject, ...] = ({}, {"content": None}, {"content": ""})
 
@@ -352,3 +355,15 @@ def _adapt_arguments(function: JsonObject, form: _CallForm, place: str) -> JsonO
         # As the model wrote it.
         return function
     return {**function, "arguments": json.dumps(parsed, ensure_ascii=False)}
+
+
+def load_forms(template: ChatTemplate) -> MessageForms:
+    """Return the forms of messages that a template takes, with its renderer.
+
+    Raises:
+        PrepError: jinja2 is not installed, or the template is not valid.
+    """
+    if importlib.util.find_spec("jinja2") is None:
+        what = "cannot render chat templates"
+        raise PrepError(what, "jinja2 is not installed", "`pip install 'prepcli[chat]'`")
+    return MessageForms(ChatRenderer(template))

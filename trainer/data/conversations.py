@@ -1,31 +1,37 @@
-"""The messages of a record, from the columns of public data sets: lists of messages, ShareGPT and Alpaca.
+"""The messages of a record with their tools and loss weights, from the columns of public data sets.
 
-The layouts are those of TRL (https://huggingface.co/docs/trl/dataset_formats) and of LLaMA-Factory
-(https://github.com/hiyouga/LLaMA-Factory/blob/main/data/README.md).
+The layouts are lists of messages, ShareGPT and Alpaca, as in TRL (https://huggingface.co/docs/trl/dataset_formats) and
+LLaMA-Factory (https://github.com/hiyouga/LLaMA-Factory/blob/main/data/README.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from prepcli.core.errors import Key, PrepError, Text
 from prepcli.core.json_values import JsonObject, JsonValue, json_type_name
-from trainer.data.chat_loss import WEIGHT_KEYS
-from trainer.data.chat_marks import ASSISTANT, TOOL_CALLS
-from trainer.data.column_values import (
+from trainer.data.columns import (
     LINE_HINT,
     check_columns,
+    columns_hint,
+    is_sharegpt,
+    json_list,
     list_value,
-    messages_value,
     parse_json,
     text_value,
-    tool_schemas,
 )
-from trainer.data.ignored_parts import TOOLS_COLUMN
 from trainer.data.readers.reader import Record
 from trainer.recipe.text_fields import DataFormat, FieldList, TextField, parse_fields
 
+ASSISTANT = "assistant"
+TOOL_CALLS = "tool_calls"
+# Keys of a message for the reasoning before its content, in the formats of several publishers.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+MESSAGE_HINT = '`{"role": "user", "content": "..."}`'
+TOOLS_HINT = '`[{"type": "function", "function": {"name": "..."}}]`'
+TOOLS_COLUMN = "tools"
 SYSTEM = "system"
 HISTORY = "history"
 FUNCTION_CALL = "function_call"
@@ -42,8 +48,137 @@ SHAREGPT_ROLES: Mapping[str, str] = {
 }
 SHAREGPT_HINT = f"known: {', '.join(SHAREGPT_ROLES)}"
 PAIR_HINT = Text(Key("data.fields", "[prompt], completion", is_override=True))
-
 MessageReader = Callable[[Record], list[JsonObject]]
+# The choices of turns that are not roles: the last turn of the assistant, and all text.
+LAST = ("last",)
+ALL = ("all",)
+# Keys of a message with its loss weight, a number, or with whether it has loss, in the formats of several trainers.
+WEIGHT_KEYS = ("loss_weight", "weight")
+TRAIN_KEYS = ("loss", "train", "training")
+WEIGHT_HINT = "a number from 0 to 1, or true or false"
+
+
+@dataclass(frozen=True, slots=True)
+class LossRule:
+    """The parts of conversations with loss.
+
+    Attributes:
+        turns: Roles of the turns, or `LAST` or `ALL`.
+        has_reasoning: Whether the reasoning of a turn has loss.
+    """
+
+    turns: tuple[str, ...] = (ASSISTANT,)
+    has_reasoning: bool = True
+
+    @property
+    def is_default(self) -> bool:
+        """Whether all text that the assistant writes has loss, and nothing else."""
+        return self.turns == (ASSISTANT,) and self.has_reasoning
+
+    @property
+    def roles(self) -> tuple[str, ...] | None:
+        """Roles whose turns may have loss. None for all text."""
+        if self.turns == ALL:
+            return None
+        if self.turns == LAST:
+            return (ASSISTANT,)
+        return self.turns
+
+    def select(self, messages: Sequence[JsonObject]) -> list[int]:
+        """Return the indices of the messages whose turns have loss, if their weight is not 0."""
+        roles = self.roles
+        indices = [
+            index
+            for index, message in enumerate(messages)
+            if roles is None or message["role"] in roles
+        ]
+        if self.turns == LAST:
+            return indices[-1:]
+        return indices
+
+    def identity_inputs(self) -> list[JsonValue] | None:
+        """Return the inputs of a store's identity. None for the default."""
+        if self.is_default:
+            return None
+        return [[*self.turns], self.has_reasoning]
+
+
+DEFAULT_LOSS = LossRule()
+
+
+def message_weight(message: Mapping[str, JsonValue], place: str) -> float:
+    """Return the loss weight of a message: 1 without a key for it.
+
+    >>> message_weight({"role": "assistant", "train": False}, "a.jsonl:1")
+    0.0
+
+    Args:
+        message: The message. If several keys give a weight, the least one counts.
+        place: File and line, for error messages.
+
+    Raises:
+        PrepError: A value is not a weight.
+    """
+    weight = 1.0
+    for key in (*WEIGHT_KEYS, *TRAIN_KEYS):
+        value = message.get(key)
+        if value is None:
+            continue
+        # A boolean is a number, and a NaN fails the comparison.
+        if not isinstance(value, int | float) or not 0 <= value <= 1:
+            shown = value if isinstance(value, int | float) else json_type_name(value)
+            raise PrepError(f"{place}: `{key}` of a message is {shown}", WEIGHT_HINT, LINE_HINT)
+        weight = min(weight, float(value))
+    return weight
+
+
+def messages_value(record: Record, column: str) -> list[JsonObject]:
+    """Return the messages of a column, without keys of value null.
+
+    Args:
+        record: The record.
+        column: The column: a list of objects with a `role`, or its JSON text.
+
+    Raises:
+        PrepError: The value is not a list of messages.
+    """
+    value = list_value(record, column, "messages")
+    place = f"{record.place}: column `{column}`"
+    messages: list[JsonObject] = []
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            why = f"message {number} is {json_type_name(message)}, or has no `role`"
+            hint = Text(MESSAGE_HINT)
+            if is_sharegpt(value):
+                hint = columns_hint({column: value}, hint)
+            raise PrepError(f"{place} is not a list of messages", why, hint)
+        # Arrow tables have every key in every message, with null for the absent ones. Templates ask
+        # whether a key is defined, so null keys are left out.
+        messages.append({key: item for key, item in message.items() if item is not None})
+    return messages
+
+
+def tool_schemas(value: object, place: str) -> list[JsonObject] | None:
+    """Return JSON schemas of tools from a list, or from its JSON text. None without tools.
+
+    Args:
+        value: The value.
+        place: File, line and column, for error messages.
+
+    Raises:
+        PrepError: The value is not a list of objects.
+    """
+    tools = json_list(value, place, TOOLS_HINT)
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise PrepError(f"{place} is not a list of JSON schemas", "it has other values", TOOLS_HINT)
+    return [_with_type(tool) for tool in cast(list[JsonObject], tools)] or None
+
+
+def _with_type(tool: JsonObject) -> JsonObject:
+    """Return the schema of a tool. It may be the function alone, as LLaMA-Factory writes it."""
+    if "name" in tool and "function" not in tool and "type" not in tool:
+        return {"type": "function", "function": tool}
+    return tool
 
 
 def message_reader(data_format: DataFormat, fields: str) -> MessageReader:

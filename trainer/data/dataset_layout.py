@@ -1,4 +1,4 @@
-"""The files of a configuration and a split of a dataset, on the hub or in a folder.
+"""The files of a configuration and a split of a dataset: on the hub, in a folder, or saved by `datasets`.
 
 The README of a dataset lists the files of each configuration and split. Without a list, the names of the files give
 their splits, as `datasets` does: `train-00000-of-00004.parquet`, `test.csv` or `validation/0.jsonl`. The hub
@@ -9,14 +9,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from prepcli.core.errors import Key, PrepError, text, usage_error
-from prepcli.stores.files import read_regular_file
-from trainer.data.files import Note
-from trainer.data.remote_files import Selection
+from prepcli.core.errors import Key, PrepError, Text, text, usage_error
+from prepcli.core.json_values import load_json
+from prepcli.stores.files import read_regular_file, resolve_named_path
+from trainer.data.files import Note, io_error
 
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The part of a dataset to read.
+
+    Attributes:
+        config: Configuration of a dataset. None for its default.
+        split: Split of a dataset. None selects the only split, or `train`.
+        revision: Revision of a dataset on the hub. None for `main`.
+        split_key: Name of the recipe key of the split, for errors.
+    """
+
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    split_key: str = field(default="split", compare=False)
+
+
+WHOLE = Selection()
 README = "README.md"
 DEFAULT_CONFIG = "default"
 DEFAULT_SPLIT = "train"
@@ -27,7 +47,6 @@ SPLIT_WORDS = {
     "validation": re.compile(r"(?<![a-z])(?:validation|valid|dev|val)(?![a-z])", re.IGNORECASE),
     "test": re.compile(r"(?<![a-z])(?:test|testing|eval|evaluation)(?![a-z])", re.IGNORECASE),
 }
-
 EMPTY_WILDCARDS = ("**/", "**", "*")  # wildcards that also match an empty text
 WILDCARD_OR_CHARACTER = re.compile(r"\*\*/|\*\*|.", re.DOTALL)
 MAX_README_NBYTES = 16 << 20
@@ -36,7 +55,6 @@ DATASET_KEYS = ("configs", "dataset_info")
 NAME_FILES_HINT = text(
     "name its files in {}, e.g. `hf://datasets/OWNER/NAME/FILE`", Key("data.path")
 )
-
 Splits = Mapping[str, Sequence[str]]  # split -> its files
 # The files of a split, or the splits of a configuration.
 Item = TypeVar("Item")
@@ -317,3 +335,96 @@ def splits_by_name(names: Sequence[str]) -> Splits:
 
 def _split_word(name: str) -> str:
     return next((split for split, word in SPLIT_WORDS.items() if word.search(name)), "")
+
+
+DICT_FILE = "dataset_dict.json"
+STATE_FILE = "state.json"
+
+
+# Folders of `Dataset.save_to_disk` have a list of Arrow files in `state.json`. Folders of
+# `DatasetDict.save_to_disk` have a list of splits in `dataset_dict.json`, and a folder per split.
+def is_dataset_dict(folder: Path) -> bool:
+    """Return whether a folder is a saved `DatasetDict`, with splits."""
+    return (folder / DICT_FILE).is_file()
+
+
+def is_saved_part(folder: Path) -> bool:
+    """Return whether a folder is a saved `Dataset`: one split of a dataset."""
+    return (folder / STATE_FILE).is_file() and not is_dataset_dict(folder)
+
+
+def is_plain_folder(folder: Path) -> bool:
+    """Return whether a folder was not saved by `datasets`."""
+    return not is_dataset_dict(folder) and not is_saved_part(folder)
+
+
+def dataset_files(folder: Path, selection: Selection) -> list[Path] | None:
+    """Return the Arrow files of a saved dataset in their order, or None for another folder.
+
+    Args:
+        folder: Any folder.
+        selection: Its split is one of a `DatasetDict`. None selects the only split, or `train`.
+
+    Raises:
+        PrepError: The dataset has no such split, or its list of files is invalid.
+    """
+    if is_dataset_dict(folder):
+        splits = _read_value(folder / DICT_FILE, "splits")
+        name = choose_split(str(folder), splits, selection)
+        folder = resolve_named_path(folder, name, folder / DICT_FILE)
+    state = folder / STATE_FILE
+    if not state.is_file():
+        return None
+    files = _read_value(state, "_data_files")
+    return [resolve_named_path(folder, _file_name(state, file), state) for file in files]
+
+
+def choose_split(name: str, splits: list[Any], selection: Selection) -> str:
+    """Return the split to read: the requested one, the only one, or `train`.
+
+    Args:
+        name: Name of the dataset, for error messages.
+        splits: Its splits.
+        selection: The requested split. None for the default.
+
+    Raises:
+        UsageError: There is no such split, or no default.
+    """
+    split = selection.split
+    names = [str(item) for item in splits]
+    if split is None and len(names) == 1:
+        return names[0]
+    if (split or DEFAULT_SPLIT) in names:
+        return split or DEFAULT_SPLIT
+    what = f"{name} has no split `{split or DEFAULT_SPLIT}`"
+    hint = ""
+    if names:
+        hint = Text(Key(f"data.{selection.split_key}", names[0]))
+    raise usage_error(what, f"its splits: {', '.join(names) or 'none'}", hint)
+
+
+def _read_value(path: Path, key: str) -> list[Any]:
+    """Return the list under a key of a JSON file."""
+    try:
+        value = load_json(read_regular_file(path))[key]
+    except OSError as error:
+        raise io_error(path, error) from error
+    except ValueError as error:
+        raise _malformed_error(path, str(error)) from error
+    except (KeyError, TypeError) as error:
+        raise _malformed_error(path, f"it has no `{key}`") from error
+    if not isinstance(value, list):
+        raise _malformed_error(path, f"`{key}` is not a list")
+    return value
+
+
+def _file_name(state: Path, file: Any) -> str:
+    """Return the name of a data file in `state.json`."""
+    name = file.get("filename") if isinstance(file, dict) else None
+    if not isinstance(name, str) or Path(name).name != name:
+        raise _malformed_error(state, f"`_data_files` has {file!r:.60}")
+    return name
+
+
+def _malformed_error(path: Path, why: str) -> PrepError:
+    return PrepError(f"{path} is malformed", why, "save the dataset again with `save_to_disk`")

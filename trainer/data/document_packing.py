@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import count_text
-from trainer.data.joined_array import TokenArray
+from trainer.data.store_files import TokenArray
 from trainer.recipe.text_fields import SEGMENTED
 
 Int64Array = npt.NDArray[np.int64]

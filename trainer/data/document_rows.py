@@ -36,14 +36,8 @@ from trainer.data.document_packing import (
     write_rows,
 )
 from trainer.data.files import Note
-from trainer.data.new_folders import HashingFile, discard_folder, new_folder
-from trainer.data.store import (
-    DamagedStoreError,
-    MappedTokens,
-    StoreMeta,
-    document_end_blocks,
-    file_digest,
-)
+from trainer.data.store import DamagedStoreError, MappedTokens, StoreMeta, document_end_blocks
+from trainer.data.store_files import HashingFile, discard_folder, file_digest, new_folder
 
 # Part of the identity of rows. Raise it when the same documents give other rows.
 ROWS_VERSION = 1

@@ -11,14 +11,15 @@ import numpy as np
 
 from prepcli.core.errors import Key, PrepError, Text, usage_error
 from trainer.data.chat import ChatBuilder
-from trainer.data.column_values import check_columns, ids_value, text_value
-from trainer.data.example_settings import (
+from trainer.data.columns import check_columns, ids_value, text_value
+from trainer.data.examples import (
+    Example,
     ExampleSettings,
+    Segment,
     begin_segments,
     largest_added_id,
     token_segment,
 )
-from trainer.data.examples import Example, Segment
 from trainer.data.readers.reader import DataPiece, Record, TextChunk
 from trainer.recipe.text_fields import (
     Field,

@@ -1,36 +1,71 @@
-"""Find data files in a fixed order, and their type by their suffixes."""
+"""Find data files in a fixed order, here and by URL, and their type by their suffixes."""
 
 from __future__ import annotations
 
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from prepcli.core.errors import Key, PrepError, Text, usage_error
 from prepcli.core.formatting import suggest
-from prepcli.core.json_values import load_json
-from prepcli.stores.files import not_regular_error, read_regular_file, resolve_named_path
+from prepcli.stores.files import not_regular_error
 from trainer.data.dataset_layout import (
     README,
+    WHOLE,
+    Selection,
+    dataset_files,
+    is_plain_folder,
+    is_saved_part,
     read_metadata,
     select_folder_files,
 )
 from trainer.data.files import DataFile, Note, io_error
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import Reader
-from trainer.data.remote_files import (
-    GLOB_SIGNS,
-    WHOLE,
-    NoRemoteFiles,
-    RemoteFiles,
-    Selection,
-    is_url,
-)
 from trainer.recipe.text_fields import DataType, FileType
+
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# Signs of a glob in the URL of an object store.
+GLOB_SIGNS = re.compile(r"[*?]")
+
+
+class RemoteFiles(Protocol):
+    """Finder of data files by URL."""
+
+    def find(
+        self, url: str, accepts: Callable[[str], bool], selection: Selection
+    ) -> Sequence[DataFile]:
+        """List the data files of a URL, without reading them.
+
+        Args:
+            url: A file, a folder or a glob in an object store, or a dataset on the hub.
+            accepts: Returns whether a file of a folder is data, by its name.
+            selection: Part of a dataset on the hub.
+
+        Raises:
+            PrepError: There is no such file, or the store cannot be reached.
+        """
+        ...
+
+
+class NoRemoteFiles:
+    """RemoteFiles of a caller that reads only local files."""
+
+    def find(
+        self, url: str, accepts: Callable[[str], bool], selection: Selection
+    ) -> Sequence[DataFile]:
+        """Raise UsageError: there are no remote files."""
+        raise usage_error(f"cannot read {url}", "only local files are read here", "pass a path")
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path is a URL."""
+    return URL.match(path) is not None
+
 
 NO_REMOTE_FILES = NoRemoteFiles()
 HUB_SCHEME = "hf://"
@@ -274,97 +309,3 @@ def _no_data_hint(path: str, suffixes: str, data_type: DataType) -> str:
     if HUB_ID.fullmatch(path) and not neighbors:
         return f"`{HUB_SCHEME}datasets/{path}` reads a dataset on the hub"
     return "check the spelling; a relative path starts from the current folder"
-
-
-DICT_FILE = "dataset_dict.json"
-STATE_FILE = "state.json"
-DEFAULT_SPLIT = "train"
-
-
-# Folders of `Dataset.save_to_disk` have a list of Arrow files in `state.json`. Folders of
-# `DatasetDict.save_to_disk` have a list of splits in `dataset_dict.json`, and a folder per split.
-def is_dataset_dict(folder: Path) -> bool:
-    """Return whether a folder is a saved `DatasetDict`, with splits."""
-    return (folder / DICT_FILE).is_file()
-
-
-def is_saved_part(folder: Path) -> bool:
-    """Return whether a folder is a saved `Dataset`: one split of a dataset."""
-    return (folder / STATE_FILE).is_file() and not is_dataset_dict(folder)
-
-
-def is_plain_folder(folder: Path) -> bool:
-    """Return whether a folder was not saved by `datasets`."""
-    return not is_dataset_dict(folder) and not is_saved_part(folder)
-
-
-def dataset_files(folder: Path, selection: Selection) -> list[Path] | None:
-    """Return the Arrow files of a saved dataset in their order, or None for another folder.
-
-    Args:
-        folder: Any folder.
-        selection: Its split is one of a `DatasetDict`. None selects the only split, or `train`.
-
-    Raises:
-        PrepError: The dataset has no such split, or its list of files is invalid.
-    """
-    if is_dataset_dict(folder):
-        splits = _read_value(folder / DICT_FILE, "splits")
-        name = choose_split(str(folder), splits, selection)
-        folder = resolve_named_path(folder, name, folder / DICT_FILE)
-    state = folder / STATE_FILE
-    if not state.is_file():
-        return None
-    files = _read_value(state, "_data_files")
-    return [resolve_named_path(folder, _file_name(state, file), state) for file in files]
-
-
-def choose_split(name: str, splits: list[Any], selection: Selection) -> str:
-    """Return the split to read: the requested one, the only one, or `train`.
-
-    Args:
-        name: Name of the dataset, for error messages.
-        splits: Its splits.
-        selection: The requested split. None for the default.
-
-    Raises:
-        UsageError: There is no such split, or no default.
-    """
-    split = selection.split
-    names = [str(item) for item in splits]
-    if split is None and len(names) == 1:
-        return names[0]
-    if (split or DEFAULT_SPLIT) in names:
-        return split or DEFAULT_SPLIT
-    what = f"{name} has no split `{split or DEFAULT_SPLIT}`"
-    hint = ""
-    if names:
-        hint = Text(Key(f"data.{selection.split_key}", names[0]))
-    raise usage_error(what, f"its splits: {', '.join(names) or 'none'}", hint)
-
-
-def _read_value(path: Path, key: str) -> list[Any]:
-    """Return the list under a key of a JSON file."""
-    try:
-        value = load_json(read_regular_file(path))[key]
-    except OSError as error:
-        raise io_error(path, error) from error
-    except ValueError as error:
-        raise _malformed_error(path, str(error)) from error
-    except (KeyError, TypeError) as error:
-        raise _malformed_error(path, f"it has no `{key}`") from error
-    if not isinstance(value, list):
-        raise _malformed_error(path, f"`{key}` is not a list")
-    return value
-
-
-def _file_name(state: Path, file: Any) -> str:
-    """Return the name of a data file in `state.json`."""
-    name = file.get("filename") if isinstance(file, dict) else None
-    if not isinstance(name, str) or Path(name).name != name:
-        raise _malformed_error(state, f"`_data_files` has {file!r:.60}")
-    return name
-
-
-def _malformed_error(path: Path, why: str) -> PrepError:
-    return PrepError(f"{path} is malformed", why, "save the dataset again with `save_to_disk`")

@@ -1,4 +1,4 @@
-"""The dataset protocol, blocks of concatenated documents, and datasets of several sources."""
+"""Datasets of a decoder: blocks of concatenated documents, windows over them, whole documents, and several sources."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from prepcli.core.errors import PrepError
+from prepcli.core.errors import Key, PrepError, text, usage_error
 from prepcli.core.formatting import count_text
-from trainer.data.store import MappedTokens, TokenArray
+from trainer.data.document_packing import DocumentRows
+from trainer.data.document_rows import make_rows
+from trainer.data.store import MappedTokens
+from trainer.data.store_files import TokenArray
+from trainer.recipe.text_fields import SEGMENTED
 
 RowIndices: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
@@ -223,3 +227,208 @@ def split_holdout(dataset: DatasetT, holdout: float) -> tuple[DatasetT, DatasetT
 
 def _slice_rows(dataset: Any, start: int, n_rows: int) -> Any:
     return dataclasses.replace(dataset, first_row=dataset.first_row + start, n_rows=n_rows)
+
+
+STRIDE_KEY = "eval.stride"
+
+
+@dataclass(frozen=True, slots=True)
+class WindowDataset:
+    """Windows over the tokens `low` to `high` of a store: each token is a target once.
+
+    With windows of 4 tokens and stride 2, tokens 0 to 7 are read as 0123, 2345 and 4567, with the targets 123, 45 and
+    67. Each target but the first ones thus has at least 2 tokens before it.
+
+    Attributes:
+        tokens: The token store.
+        low: First token.
+        high: End of the tokens.
+        stride: Tokens between the starts of two windows, at most the length of a window.
+        first_input: See `PackedDataset`.
+    """
+
+    tokens: MappedTokens
+    low: int
+    high: int
+    stride: int
+    first_input: int | None = None
+
+    @property
+    def first_row(self) -> int:
+        """Index of the first window."""
+        return 0
+
+    @property
+    def n_rows(self) -> int:
+        """Number of windows. The last one is the first that reaches the end."""
+        rest = max(0, self.high - self.low - self.seq_length)
+        return 1 + -(-rest // self.stride)
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens per window."""
+        return self.tokens.seq_length
+
+    @property
+    def columns(self) -> ColumnSpecs:
+        """Length and dtype of each array of a row, by name."""
+        return packed_columns(self.seq_length)
+
+    def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
+        """Return a batch of windows, as `PackedDataset.get_batch` does. Targets of an earlier window have no weight."""
+        indices = check_rows(rows, self.n_rows)
+        batch = {
+            name: np.zeros((len(indices), length), dtype)
+            for name, (length, dtype) in self.columns.items()
+        }
+        for i, row in enumerate(indices.tolist()):
+            if row >= 0:
+                self._fill_row({name: array[i] for name, array in batch.items()}, row)
+        return batch
+
+    def _fill_row(self, arrays: Arrays, row: int) -> None:
+        start = self.low + row * self.stride
+        end = min(start + self.seq_length, self.high)
+        length = end - start
+        arrays["tokens"][:length] = self.tokens.ids[start:end]
+        arrays["targets"][: length - 1] = self.tokens.ids[start + 1 : end]
+        # The first token of a window has no token before it.
+        first_target = start + 1
+        if row:
+            first_target = max(first_target, start - self.stride + self.seq_length)
+        # The weight of a position is that of its target, the token after it.
+        weighted = arrays["weights"][first_target - start - 1 : length - 1]
+        weighted[:] = 1
+        if self.tokens.weight_codes is not None:
+            weighted[:] = self.tokens.decode_weights(self.tokens.weight_codes[first_target:end])
+        if self.first_input is not None:
+            arrays["tokens"][0] = self.first_input
+
+
+def with_stride(dataset: Dataset, stride: int | None) -> Dataset:
+    """Return the windows over the tokens of a dataset, or the dataset itself without a stride.
+
+    Raises:
+        UsageError: The dataset does not have concatenated documents.
+    """
+    if stride is None:
+        return dataset
+    if not isinstance(dataset, PackedDataset):
+        what = f"`{STRIDE_KEY}` is {stride}"
+        why = "windows need concatenated texts, and each row of this data has its own examples"
+        raise usage_error(what, why, text("remove {}", Key(STRIDE_KEY)))
+    length = dataset.seq_length
+    low = dataset.first_row * length
+    high = low + dataset.n_rows * length
+    # Blocks leave out the last tokens of a store. Windows read all tokens.
+    if dataset.first_row + dataset.n_rows == dataset.tokens.n_blocks:
+        high = dataset.tokens.n_tokens
+    return WindowDataset(dataset.tokens, low, high, stride, dataset.first_input)
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentDataset:
+    """Rows of documents, or of pieces of documents longer than a row.
+
+    Attributes:
+        tokens: The token store.
+        rows: The pieces of each row of the store.
+        has_segments: Whether rows have `segment_ids` and `positions`. Without them a row must be
+            one piece.
+        first_row: Index of the first row in `rows`.
+        n_rows: Number of rows.
+        first_input: Input token at the start of each piece, None keeps the stored token. It is not
+            a target.
+    """
+
+    tokens: MappedTokens
+    rows: DocumentRows
+    has_segments: bool
+    first_row: int
+    n_rows: int
+    first_input: int | None = None
+
+    @property
+    def seq_length(self) -> int:
+        """Length of a row in tokens."""
+        return self.rows.seq_length
+
+    @property
+    def columns(self) -> ColumnSpecs:
+        """Length and dtype of each array of a row, by name."""
+        return document_columns(self.seq_length, has_segments=self.has_segments)
+
+    def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
+        """Return a batch of rows.
+
+        Args:
+            rows: Indices of B rows. -1 is padding.
+            epochs: Unused: rows are the same in every epoch.
+
+        Returns:
+            `tokens`, int32 [B, seq_length], `targets`, int32 [B, seq_length]: the next token of the
+            same piece, 0 after its last, and `weights`, float32 [B, seq_length]: the loss weight of
+            the target, 0 without a target. With segments also `segment_ids`, int32 [B, seq_length]:
+            1 for the first piece of a row, 2 for the second and so on, and `positions`, int32 [B,
+            seq_length]: position of each token in its piece. All are 0 in padding.
+
+        Raises:
+            IndexError: A row is out of range.
+        """
+        indices = check_rows(rows, self.n_rows)
+        columns = document_columns(self.seq_length, has_segments=True)
+        batch = {
+            name: np.zeros((len(indices), length), dtype)
+            for name, (length, dtype) in columns.items()
+        }
+        for i, row in enumerate(indices.tolist()):
+            if row >= 0:
+                self._fill_row(
+                    {name: array[i] for name, array in batch.items()}, self.first_row + row
+                )
+        return {name: batch[name] for name in self.columns}
+
+    def _fill_row(self, arrays: Arrays, row: int) -> None:
+        """Write the pieces of a row of the store one after another."""
+        low = 0
+        for segment, (start, length) in enumerate(self.rows.pieces(row), 1):
+            high = low + length
+            stored = slice(start + 1, start + length)
+            arrays["tokens"][low:high] = self.tokens.ids[start : start + length]
+            arrays["targets"][low : high - 1] = self.tokens.ids[stored]
+            # The last token of a piece has no target, so targets and weights end one place earlier.
+            if self.tokens.weight_codes is None:
+                arrays["weights"][low : high - 1] = 1
+            else:
+                codes = self.tokens.weight_codes[stored]
+                arrays["weights"][low : high - 1] = self.tokens.decode_weights(codes)
+            arrays["segment_ids"][low:high] = segment
+            arrays["positions"][low:high] = np.arange(length)
+            if self.first_input is not None:
+                arrays["tokens"][low] = self.first_input
+            low = high
+
+
+def document_dataset(
+    tokens: MappedTokens, packing: str, *, first_input: int | None = None
+) -> DocumentDataset:
+    """Return the dataset of all rows of a token store.
+
+    Args:
+        tokens: The token store. If it has no rows, they are made in memory.
+        packing: The recipe's `data.packing`.
+        first_input: Input token at the start of each piece, instead of the stored one.
+    """
+    rows = tokens.rows or make_rows(tokens, packing)
+    return DocumentDataset(
+        tokens, rows, packing == SEGMENTED, first_row=0, n_rows=rows.n_rows, first_input=first_input
+    )
+
+
+def document_columns(seq_length: int, *, has_segments: bool) -> ColumnSpecs:
+    """Return length and dtype of each array of a row, by name."""
+    columns = dict(packed_columns(seq_length))
+    if has_segments:
+        columns["segment_ids"] = (seq_length, np.dtype(np.int32))
+        columns["positions"] = (seq_length, np.dtype(np.int32))
+    return columns

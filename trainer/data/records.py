@@ -17,12 +17,17 @@ import xxhash
 from prepcli.core.errors import Key, PrepError, text
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import JsonObject
-from trainer.data.examples import Example, RecordLimitError, Segment
+from trainer.data.examples import Example, IdentityChange, Segment
 from trainer.data.fields import ExampleBuilder
 from trainer.data.files import DataFile, Note, changed_file_error, hash_file
 from trainer.data.readers import READERS
-from trainer.data.readers.reader import DataPiece, ErrorHandler, IdsChunk, ReadOptions
-from trainer.data.token_changes import IdentityChange
+from trainer.data.readers.reader import (
+    DataPiece,
+    ErrorHandler,
+    IdsChunk,
+    ReadOptions,
+    RecordLimitError,
+)
 from trainer.recipe.text_fields import (
     DEFAULT_IDS_DTYPE,
     DEFAULT_MAX_DOCUMENT_NBYTES,

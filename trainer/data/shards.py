@@ -19,18 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from prepcli.core.formatting import count_text
-from trainer.data.encode import batch_examples, encode_batches
-from trainer.data.examples import TokenIds
+from trainer.data.encode import OverlongRule, batch_examples, encode_batches, fit_documents
 from trainer.data.fields import ExampleBuilder
 from trainer.data.files import ChangedFileError, DataFile, Note, io_error
-from trainer.data.new_folders import (
-    HashingFile,
-    discard_folder,
-    new_folder,
-    remove_abandoned,
-    remove_leftovers,
-)
-from trainer.data.overlong import OverlongRule, fit_documents
 from trainer.data.records import RecordSettings, ShardLayout, ShardReader
 from trainer.data.store import (
     DOCUMENT_END_DTYPE,
@@ -54,13 +45,19 @@ from trainer.data.store import (
     too_many_weights_error,
     write_meta,
 )
-from trainer.data.tokenizer import TextTokenizer
+from trainer.data.store_files import (
+    HashingFile,
+    discard_folder,
+    new_folder,
+    remove_abandoned,
+    remove_leftovers,
+)
+from trainer.data.tokenizer import TextTokenizer, TokenIds
 from trainer.recipe.text_fields import FileType
 
 # Minimum bytes of data of a shard, and maximum number of shards. A kill loses at most one shard of each process.
 SHARD_NBYTES = 16 << 20
 MAX_SHARDS = 1024
-
 # Called with the bytes tokenized so far, the total bytes, and the tokens so far.
 TokenizeProgress = Callable[[int, int, int], None]
 

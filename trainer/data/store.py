@@ -30,10 +30,10 @@ import xxhash
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import JsonObject, load_json
-from prepcli.stores.files import fsync_path, open_regular_file, read_regular_file, write_file
+from prepcli.stores.files import fsync_path, read_regular_file, write_file
 from trainer.data.document_packing import DocumentRows
 from trainer.data.files import io_error
-from trainer.data.joined_array import ArrayFile, JoinedArray, TokenArray
+from trainer.data.store_files import ArrayFile, JoinedArray, TokenArray, file_digest
 
 TOKENS_FILE = "tokens.bin"
 DOCUMENTS_FILE = "documents.bin"
@@ -45,7 +45,6 @@ LOSS_WEIGHTS = (0.0, 1.0)
 MAX_LOSS_WEIGHTS = 256
 # uint64, because a store may have more than 2^32 tokens.
 DOCUMENT_END_DTYPE = np.dtype("<u8")
-DIGEST_READ_NBYTES = 4 << 20
 # Tokens that are read together to count those with loss.
 COUNT_TOKENS = 1 << 22
 # The possible sets of file names in `digests`: of an earlier version, without and with loss weights.
@@ -402,24 +401,6 @@ def check_files(folder: Path, name: str, shard: ShardMeta, *, checks_digests: bo
         if file_digest(folder / name / file) != digest:
             why = f"{Path(name, file)} differs from the digest that {META_FILE} records"
             raise damaged_store_error(folder, why)
-
-
-def file_digest(path: Path) -> str:
-    """Return the XXH3-128 digest of a file."""
-    return files_digest([path])
-
-
-def files_digest(paths: Sequence[Path]) -> str:
-    """Return the XXH3-128 digest of the bytes of all files, one after the other."""
-    state = xxhash.xxh3_128()
-    for path in paths:
-        try:
-            with open_regular_file(path) as file:
-                while data := file.read(DIGEST_READ_NBYTES):
-                    state.update(data)
-        except OSError as error:
-            raise io_error(path, error) from error
-    return state.hexdigest()
 
 
 class DamagedStoreError(PrepError):

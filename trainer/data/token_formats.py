@@ -16,26 +16,25 @@ from prepcli.core.errors import Option, PrepError, text
 from prepcli.stores.files import replacing_file
 from trainer.data.fields import compile_fields
 from trainer.data.files import io_error
-from trainer.data.readers.megatron_file import (
+from trainer.data.readers.ids_files import (
     DTYPE_CODES,
-    HEADER,
     INDEX_SUFFIX,
     LENGTH_DTYPE,
-    MAGIC,
     OFFSET_DTYPE,
-    VERSION,
     ids_path,
 )
+from trainer.data.readers.ids_files import INDEX_HEADER as HEADER
+from trainer.data.readers.ids_files import INDEX_MAGIC as MAGIC
+from trainer.data.readers.ids_files import INDEX_VERSION as VERSION
 from trainer.data.store import (
     LOSS_WEIGHTS,
     TOKENS_FILE,
     MappedTokens,
     StoreMeta,
     document_end_blocks,
-    file_digest,
-    files_digest,
     map_tokens,
 )
+from trainer.data.store_files import file_digest, files_digest
 from trainer.data.tokenize_config import TokenizeConfig
 
 if TYPE_CHECKING:

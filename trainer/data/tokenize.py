@@ -12,8 +12,13 @@ from pathlib import Path
 from prepcli.core.errors import Key, PrepError, text
 from prepcli.core.formatting import count_text
 from trainer.data import shards
-from trainer.data.cache_records import (
+from trainer.data.document_rows import open_rows, stored_rows
+from trainer.data.examples import CUT_DOCUMENTS, DROPPED_DOCUMENTS, describe_ignored
+from trainer.data.fields import ExampleBuilder, compile_fields
+from trainer.data.files import (
+    DataFile,
     DigestRecord,
+    Note,
     file_stamps,
     hash_files,
     path_of,
@@ -22,11 +27,7 @@ from trainer.data.cache_records import (
     share_digests,
     write_record,
 )
-from trainer.data.document_rows import open_rows, stored_rows
-from trainer.data.fields import ExampleBuilder, compile_fields
-from trainer.data.files import DataFile, Note
 from trainer.data.find_files import resolve_type
-from trainer.data.ignored_parts import CUT_DOCUMENTS, DROPPED_DOCUMENTS, describe_ignored
 from trainer.data.readers import READERS
 from trainer.data.records import divide_files
 from trainer.data.shards import (

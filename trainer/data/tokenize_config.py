@@ -1,26 +1,32 @@
-"""Settings of the tokens of a dataset, and the identity of its tokens."""
+"""Settings of the tokens of a dataset, the identity of its tokens, and why a resumed run has others."""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
 
-from prepcli.core.errors import Key, PrepError, join_texts, text, usage_error
-from trainer.data.cache_records import paths_digest
-from trainer.data.example_settings import ExampleSettings
+from prepcli.core.errors import Key, Option, PrepError, join_texts, text, usage_error
+from trainer.data.dataset_layout import WHOLE, Selection
+from trainer.data.encode import OverlongRule
+from trainer.data.examples import ExampleSettings, IdentityChange
 from trainer.data.files import DataFile, Note
-from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type, with_companions
-from trainer.data.overlong import OverlongRule
+from trainer.data.find_files import (
+    NO_REMOTE_FILES,
+    RemoteFiles,
+    find_data_files,
+    resolve_type,
+    with_companions,
+)
 from trainer.data.readers import READERS
 from trainer.data.records import RecordSettings
-from trainer.data.remote_files import WHOLE, RemoteFiles, Selection
 from trainer.data.shards import read_valid_meta
-from trainer.data.token_changes import IdentityChange, RecordedTokens
 from trainer.data.tokenizer import TextTokenizer
+from trainer.recipe.formatting import change_text
 from trainer.recipe.text_fields import (
     CONCATENATED,
     DEFAULT_FIELDS,
@@ -318,3 +324,120 @@ def record_key(config: TokenizeConfig, tokenizer: TextTokenizer) -> str:
     """Return the key of the record of a config's tokens."""
     settings = store_identity(config, (), tokenizer.digest)
     return paths_digest(config.paths, config.selection, settings)
+
+
+def paths_digest(paths: Sequence[str], selection: Selection, settings: str) -> str:
+    """Return a digest of the paths of a dataset and of settings, without the content of the files."""
+    inputs = [paths, selection.config, selection.split, selection.revision, settings]
+    return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
+
+
+BOS_KEY = "data.add_bos"
+CHANGED_DATA = "the data has changed since the run began"
+# Returns the identity of a store with another `data.add_bos` and without some changes.
+Identify = Callable[[bool | None, Collection[IdentityChange]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCause:
+    """Why a run began with other tokens.
+
+    Attributes:
+        identity: Identity of the store with which it began.
+        add_bos: Its `data.add_bos`.
+        changes: The changes since its version.
+    """
+
+    identity: str
+    add_bos: bool | None
+    changes: tuple[IdentityChange, ...]
+
+    @property
+    def description(self) -> str:
+        """The changes since its version, for messages."""
+        return ", and ".join(change.value for change in self.changes)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTokens:
+    """The tokens with which a run began.
+
+    Attributes:
+        identities: Identity of each store.
+        add_bos: Its `data.add_bos`.
+    """
+
+    identities: tuple[str, ...]
+    add_bos: bool | None
+
+    def encode(self) -> str:
+        """Return these tokens as a text for the other processes of a job."""
+        return json.dumps([self.identities, self.add_bos])
+
+    @classmethod
+    def decode(cls, encoded: str) -> RecordedTokens:
+        """Return the tokens in a text of `encode`."""
+        identities, add_bos = json.loads(encoded)
+        return cls(tuple(identities), add_bos)
+
+    def find_cause(self, add_bos: bool | None, identify: Identify) -> TokenCause | None:
+        """Return why the run began with other tokens than those of a store. None if that is unknown.
+
+        Args:
+            add_bos: The `data.add_bos` of the store.
+            identify: Computes the identity as earlier versions and settings had it.
+        """
+        for then, changes in _candidates(dict.fromkeys((add_bos, self.add_bos))):
+            identity = identify(then, changes)
+            if identity in self.identities:
+                return TokenCause(identity, then, changes)
+        return None
+
+    def change_error(
+        self, identity: str, add_bos: bool | None, cause: TokenCause | None, *, missing: Path | None
+    ) -> PrepError:
+        """Return the error for a store that is none of these.
+
+        Args:
+            identity: Identity of the store.
+            add_bos: The `data.add_bos` of the store.
+            cause: Why it is another one.
+            missing: Folder of the store of the cause. None if it is in the cache.
+        """
+        restart = restart_hint()
+        if cause is None:
+            why = f"{' '.join(self.identities)}, now {identity}"
+            hint = text("use the files with which the run began, on all hosts; {}", restart)
+            return PrepError(CHANGED_DATA, why, hint)
+        causes: list[str] = []
+        hint = restart
+        if cause.add_bos != add_bos:
+            causes.append(f"{BOS_KEY}: {change_text((cause.add_bos, add_bos))}")
+            keeps = text("{} keeps it", Key(BOS_KEY, cause.add_bos, is_override=True))
+            hint = text("{}; {}", keeps, restart)
+        if cause.changes:
+            causes.append(cause.description)
+        if cause.changes and missing is not None:
+            # This version makes these tokens with no setting.
+            causes.append(f"{missing} is missing or damaged")
+            hint = text("the earlier version finishes the run; {}", restart)
+        return PrepError(CHANGED_DATA, ", and ".join(causes), hint)
+
+
+def _candidates(
+    begins: Collection[bool | None],
+) -> Iterator[tuple[bool | None, tuple[IdentityChange, ...]]]:
+    """Yield the settings and changes that may be the cause, the simplest ones first."""
+    for n_changes in range(len(IdentityChange) + 1):
+        for changes in itertools.combinations(IdentityChange, n_changes):
+            for add_bos in begins:
+                yield add_bos, changes
+
+
+def restart_hint() -> str:
+    """Return the hint to start a run again that cannot resume."""
+    return text(
+        "{} starts again from step 0; another {} keeps both runs",
+        Option("restart", True),
+        Key("name"),
+    )

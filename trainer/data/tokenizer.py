@@ -1,18 +1,22 @@
 """Tokenizers with deterministic encoding.
 
-A tokenizer is a tokenizer.json, a SentencePiece model, or a folder that transformers reads.
+A tokenizer is a tokenizer.json, a SentencePiece model, or a folder that transformers reads. Long texts are cut where
+the tokens of the parts, joined, are exactly the tokens of the whole text: the `tokenizers` library needs about 100
+bytes for each byte of a text that it encodes at once. A row or a line of 60 MiB would take 6 GB.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +38,87 @@ from prepcli.formats.tokenizer_files import (
     load_sentencepiece,
 )
 from prepcli.stores.files import not_regular_error, open_regular_file, read_regular_file
-from trainer.data import text_cuts
-from trainer.data.examples import TokenIds
 from trainer.data.files import io_error
+
+TokenIds: TypeAlias = npt.NDArray[np.uint32]
+# Characters of a part at least. Texts up to this length are not cut.
+PART_CHARS = 1 << 18
+# A newline between two visible characters: ASCII, letters, digits, and punctuation of Chinese and
+# Japanese. Every Unicode version and every library agrees that none of them is a space.
+VISIBLE = r"[!-~\w\u3001-\u303f\uff01-\uff60]"
+CUT = re.compile(rf"(?<={VISIBLE})\n(?={VISIBLE})")
+# Pre-tokenizers split a text before a model sees it, so a cut between two of their pieces changes no
+# token. A match of these expressions that has a newline before a visible character ends at the
+# newline: no alternative takes a visible character after it, and none looks back. E.g. "a!\nb" has
+# the pieces "a", "!", "\n", "b" or "a", "!\n", "b", and so has "a!\n" followed by "b". The
+# expression of GPT-4o is not one of them: its `[\r\n/]*` takes the newline and the slash of "!\n/".
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN_2 = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
+# A normalizer of NFC composes no character with a newline before it.
+SAFE_NORMALIZERS = (None, "NFC")
+
+
+def allows_cuts(tokenizer_json: bytes) -> bool:
+    """Return whether `cut_text` keeps the tokens of a tokenizer, for a valid tokenizer.json."""
+    tokenizer = json.loads(tokenizer_json)
+    normalizer = tokenizer.get("normalizer") or {}
+    return (
+        normalizer.get("type") in SAFE_NORMALIZERS
+        and _splits_at_newlines(tokenizer.get("pre_tokenizer") or {})
+        and not any(map(_may_reach_over, tokenizer.get("added_tokens") or ()))
+    )
+
+
+def _splits_at_newlines(pre_tokenizer: dict[str, Any]) -> bool:
+    """Return whether a pre-tokenizer splits texts at each newline before a visible character."""
+    steps = [pre_tokenizer]
+    if pre_tokenizer.get("type") == "Sequence":
+        steps = pre_tokenizer["pretokenizers"]
+    # The step without an expression maps bytes to characters. A space before each part would change
+    # its first token.
+    *splits, byte_level = steps
+    if byte_level.get("type") != "ByteLevel" or byte_level.get("add_prefix_space"):
+        return False
+    if not splits:
+        # Missing in files of old versions, which always split by the expression of GPT-2.
+        return byte_level.get("use_regex", True)
+    return (
+        len(splits) == 1
+        and not byte_level.get("use_regex", True)
+        and _is_supported_split(splits[0])
+    )
+
+
+def _is_supported_split(split: dict[str, Any]) -> bool:
+    """Return whether a step splits by the expression of Llama 3 or Qwen 2."""
+    return (
+        split.get("type") == "Split"
+        and split.get("behavior") == "Isolated"
+        and not split.get("invert")
+        and split.get("pattern") in ({"Regex": LLAMA_3}, {"Regex": QWEN_2})
+    )
+
+
+def _may_reach_over(token: dict[str, Any]) -> bool:
+    """Return whether an added token depends on characters on both sides of a newline."""
+    takes_spaces = token.get("lstrip") or token.get("rstrip") or token.get("single_word")
+    return bool(takes_spaces) or "\n" in token["content"]
+
+
+def cut_text(text: str) -> Iterator[str]:
+    """Yield a text in parts of PART_CHARS characters or a little more.
+
+    A text without a newline between visible characters stays whole.
+    """
+    start = 0
+    while cut := CUT.search(text, start + PART_CHARS):
+        yield text[start : cut.end()]
+        start = cut.end()
+    yield text[start:]
+
 
 TOKENIZER_HINT = Text(Key("data.tokenizer", "PATH", is_override=True))
 FILE_HINT = "correct it, or get the files of the tokenizer again"
@@ -45,7 +127,6 @@ TRANSFORMERS_FILES = (
     *(SETTINGS_FILE, *VOCABULARY_FILES, "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json", "config.json"),
 )
-
 # Lists of special tokens in the settings of a tokenizer.
 EXTRA_TOKENS_KEYS = ("additional_special_tokens", "extra_special_tokens")
 # Tokens that a note names.
@@ -54,12 +135,10 @@ MAX_NAMES = 5
 PROBE = "a"
 # Tokens that are tried if the tokenizer does not have the letter.
 MAX_PROBES = 1000
-
 # Smallest part of the vocabulary that the tokenizer of a model has.
 LEAST_USED_VOCABULARY = 0.9
 # Parts of a long text that are encoded at once: one for every core.
 PARTS_AT_ONCE = min(max(os.cpu_count() or 1, 4), 64)
-
 # Tokenizer classes of transformers with `add_bos_token` or `add_eos_token` on by default.
 BEGINS_PROMPTS = ("CodeLlamaTokenizer",)
 ENDS_PROMPTS = ("T5Tokenizer",)
@@ -112,7 +191,7 @@ class TextTokenizer:
         Raises:
             PrepError: The tokenizer fails.
         """
-        if not self.allows_cuts or all(len(text) <= text_cuts.PART_CHARS for text in texts):
+        if not self.allows_cuts or all(len(text) <= PART_CHARS for text in texts):
             return self._encode_at_once(texts)
         return [self._encode_in_parts(text) for text in texts]
 
@@ -124,7 +203,7 @@ class TextTokenizer:
         """Encode a long text with the memory of a few of its parts."""
         # The first array is for a text without tokens.
         ids = [np.array([], np.uint32)]
-        parts = text_cuts.cut_text(text)
+        parts = cut_text(text)
         while group := list(itertools.islice(parts, PARTS_AT_ONCE)):
             ids += self._encode_at_once(group)
         return np.concatenate(ids)
@@ -285,7 +364,7 @@ def load_tokenizer(path: Path) -> TextTokenizer:
             digest,
             codec.max_id,
             codec,
-            allows_cuts=text_cuts.allows_cuts(data),
+            allows_cuts=allows_cuts(data),
             missing_tokens=missing_tokens,
         )
 

@@ -11,19 +11,19 @@ from prepcli.core.errors import PrepError, text, usage_error
 from prepcli.core.json_values import is_json_list
 from prepcli.core.process_group import ProcessGroup, SingleProcess
 from prepcli.stores.files import open_regular_file
-from trainer.data.column_shapes import (
+from trainer.data.columns import (
     CONVERSATIONS,
     TEXT_COLUMN,
     Shape,
+    check_columns,
     find_shapes,
+    list_value,
     shapes_hint,
 )
-from trainer.data.column_values import check_columns, list_value
 from trainer.data.files import DataFile, Note
-from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type
+from trainer.data.find_files import NO_REMOTE_FILES, RemoteFiles, find_data_files, resolve_type
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import Reader, ReadOptions, Record
-from trainer.data.remote_files import RemoteFiles
 from trainer.recipe.conflicts import chat_problems
 from trainer.recipe.data_table import Data
 from trainer.recipe.text_fields import DEFAULT_FIELDS, PLAIN

@@ -8,16 +8,9 @@ from dataclasses import replace
 
 from prepcli.core.errors import PrepError
 from prepcli.core.process_group import ProcessGroup
-from trainer.data.cache_records import OPENED_PREFIX
-from trainer.data.files import Note, io_error
-from trainer.data.shards import (
-    TokenizeProgress,
-    complete_store,
-    make_shards,
-    read_valid_meta,
-)
+from trainer.data.files import OPENED_PREFIX, Note, io_error
+from trainer.data.shards import TokenizeProgress, complete_store, make_shards, read_valid_meta
 from trainer.data.store import MappedTokens, is_complete
-from trainer.data.token_changes import RecordedTokens
 from trainer.data.tokenize import (
     map_new_tokens,
     open_tokens,
@@ -25,7 +18,7 @@ from trainer.data.tokenize import (
     store_job,
     tokenize_files,
 )
-from trainer.data.tokenize_config import TokenizeConfig
+from trainer.data.tokenize_config import RecordedTokens, TokenizeConfig
 from trainer.distributed.hosts import folder_processes
 
 # Names of exchanges between processes.

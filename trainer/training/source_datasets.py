@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from prepcli.core.errors import PrepError, text
+from trainer.data.dataset_layout import Selection
 from trainer.data.files import Note
 from trainer.data.order import MixedOrder, RowOrder, SampleOrder, mix_by_weight
-from trainer.data.packed_documents import DocumentDataset
-from trainer.data.packing import ConcatenatedDataset, Dataset, PackedDataset
-from trainer.data.remote_files import Selection
+from trainer.data.packing import ConcatenatedDataset, Dataset, DocumentDataset, PackedDataset
 from trainer.data.seq2seq import Seq2SeqDataset
 from trainer.data.store import MappedTokens
 from trainer.recipe.data_table import Data, split_sources

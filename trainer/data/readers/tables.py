@@ -1,4 +1,4 @@
-"""Parquet and Arrow files, decoded and checked in a child process (`trainer.data.table_batches`).
+"""Parquet and Arrow files, decoded and checked in a child process (`table_batches`).
 
 A row has the values of the same row in JSON Lines. Arrow stores objects as structs. All structs of a column have the
 same keys, so `{"city": "Ulm"}` becomes `{"city": "Ulm", "days": null}` if another row has `days`. Null is therefore no
@@ -39,14 +39,12 @@ ROW_COPIES = 8
 DECODING_S = 120
 MEMORY_HINT = f"write it again with smaller row groups or batches, or raise `{SIZE_KEY}`"
 ROW_HINT = "fix or remove the row, or `data.bad_lines = N` skips up to N of them"
-
 # Canonical extension type of JSON texts. pyarrow before 19 reads it as text, with its name in the field's metadata.
 JSON_EXTENSION = "arrow.json"
 EXTENSION_KEY = b"ARROW:extension:name"
 # Metadata of the schema that `datasets` writes: the types of its columns, as JSON.
 DATASETS_KEY = b"huggingface"
 JSON_FEATURE = "Json"
-
 # Turns a value of pyarrow's `as_py` into the value of JSON Lines.
 ValueDecoder: TypeAlias = Callable[[Any], Any]
 
@@ -67,7 +65,7 @@ def _parse_table(
     # give 1 GiB + 8 * 64 MiB = 1.5 GiB.
     limits = Limits(DECODING_NBYTES + ROW_COPIES * options.max_document_nbytes, DECODING_S)
     arguments = (table_format == PARQUET, file.nbytes, options.max_document_nbytes)
-    reader = Sandbox("trainer.data.table_batches:TableReader", arguments, limits=limits)
+    reader = Sandbox("trainer.data.readers.table_batches:TableReader", arguments, limits=limits)
     number = 0
     num_parts = 0
     try:
