@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, islice, repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,16 +75,12 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Window:
-    """The pieces of a window.
-
-    Attributes:
-        first_row: Number of its first row.
-        pieces: Its pieces in the order of the data.
-        rows: Row of each piece, counted from the first row of the window.
-    """
+    """The pieces of a window."""
 
     first_row: int
+    # In the order of the data.
     pieces: Pieces
+    # Row of each piece, counted from the first row of the window.
     rows: npt.NDArray[np.uint16]
 
 
@@ -158,7 +155,11 @@ class DocumentRows:
         ends = self._ends[document : last_document + 1].astype(np.int64)
         pieces = cut_range(np.minimum(ends, end_token), start, self.seq_length)
         assignment = self._assignments[assignment_start : int(entry["assignment_end"])]
-        ordered_rows = _decode_rows(assignment.tobytes())
+        try:
+            differences = np.frombuffer(zlib.decompress(assignment.tobytes()), ROW_DTYPE)
+        except (zlib.error, ValueError) as error:
+            raise _damaged_error(str(error)) from error
+        ordered_rows = np.cumsum(differences, dtype=np.uint16)
         if len(ordered_rows) != len(pieces.lengths):
             raise _damaged_error(
                 f"window {index:,} has {count_text(len(ordered_rows), 'piece')} in them"
@@ -215,7 +216,8 @@ def write_rows(
     assignment_end = 0
     for pieces in cut_documents(blocks(), seq_length, window):
         rows = ASSIGN[packing](pieces.lengths[ORDERS[packing](pieces.lengths)], seq_length)
-        assignment = _encode_rows(rows)
+        differences = np.diff(rows.astype(np.uint16), prepend=np.uint16(0))
+        assignment = zlib.compress(differences.astype(ROW_DTYPE).tobytes(), COMPRESSION_LEVEL)
         assignments.write(assignment)
         assignment_end += len(assignment)
         counts.n_pieces += len(rows)
@@ -233,21 +235,6 @@ def write_rows(
         index["document"] += np.searchsorted(ends, index["start"], side="right")
     windows.write(index.tobytes())
     return counts
-
-
-def _decode_rows(data: bytes) -> npt.NDArray[np.uint16]:
-    """Return the rows of pieces."""
-    try:
-        differences = np.frombuffer(zlib.decompress(data), ROW_DTYPE)
-    except (zlib.error, ValueError) as error:
-        raise _damaged_error(str(error)) from error
-    return np.cumsum(differences, dtype=np.uint16)
-
-
-def _encode_rows(rows: npt.NDArray[np.integer]) -> bytes:
-    """Return the compressed rows of pieces."""
-    differences = np.diff(rows.astype(np.uint16), prepend=np.uint16(0))
-    return zlib.compress(differences.astype(ROW_DTYPE).tobytes(), COMPRESSION_LEVEL)
 
 
 def _damaged_error(why: str) -> PrepError:
@@ -280,10 +267,7 @@ def cut_documents(ends: Iterable[Int64Array], seq_length: int, window: int) -> I
 
 
 def _cut_blocks(ends: Iterable[Int64Array], seq_length: int, max_pieces: int) -> Iterator[Pieces]:
-    """Yield the pieces of documents, at most `max_pieces` at a time.
-
-    The bound is on pieces and not on documents because one document may have billions of tokens.
-    """
+    """Yield the pieces of documents, at most `max_pieces` at a time: one document may have billions of tokens."""
     block_start = 0
     for document_ends in ends:
         if not len(document_ends):
@@ -376,7 +360,9 @@ def best_fit(lengths: npt.NDArray[np.int32], seq_length: int) -> Int64Array:
             room, rows = open_rows.take(length, count, seq_length)
             fitting = room // length
             n_placed = min(count, len(rows) * fitting)
-            placed += _repeat_each(rows, fitting)[:n_placed]
+            # E.g. rows 5 and 6 with room for two pieces each: 5, 5, 6, 6.
+            repeated = chain.from_iterable(repeat(row, fitting) for row in rows)
+            placed += islice(repeated, n_placed)
             n_missing = len(rows) * fitting - n_placed
             if n_missing:
                 # The pieces of this length end before the last row is full.
@@ -387,25 +373,11 @@ def best_fit(lengths: npt.NDArray[np.int32], seq_length: int) -> Int64Array:
     return np.array(placed, np.int64)
 
 
-def _repeat_each(rows: list[int], count: int) -> list[int]:
-    """Return each row `count` times, e.g. [5, 6] and 2 -> [5, 5, 6, 6]."""
-    if count == 1:
-        return rows
-    repeated: list[int] = []
-    for row in rows:
-        repeated += [row] * count
-    return repeated
-
-
 class _OpenRows:
     """Rows with room for another piece."""
 
     def __init__(self, shortest: int) -> None:
-        """Start without rows.
-
-        Args:
-            shortest: Length of the shortest piece. A row with less room is full.
-        """
+        """Start without rows. One with less room than the shortest piece is full."""
         # `_rows` has the open rows by their free tokens. `_rooms` has its nonempty keys, ascending, so
         # that bisection finds the least sufficient room.
         self._shortest = shortest
@@ -414,12 +386,7 @@ class _OpenRows:
         self._n_rows = 0
 
     def take(self, length: int, count: int, seq_length: int) -> tuple[int, list[int]]:
-        """Remove the rows for the next pieces of a length. New rows if none has enough room.
-
-        Args:
-            length: Length of the pieces.
-            count: Maximum number of pieces.
-            seq_length: Length of a row in tokens.
+        """Remove the rows for at most `count` pieces of a length. New rows if none has enough room.
 
         Returns:
             The free tokens of each of the rows, and the rows in the order of their pieces.
@@ -427,12 +394,13 @@ class _OpenRows:
         best = bisect_left(self._rooms, length)
         if best == len(self._rooms):
             first_row = self._n_rows
-            self._n_rows += _ceil_div(count, seq_length // length)
+            self._n_rows += -(-count // (seq_length // length))
             return seq_length, list(range(first_row, self._n_rows))
         room = self._rooms[best]
         rows = self._rows[room]
         # The row that was added last is taken first.
-        taken = rows[-_ceil_div(count, room // length) :]
+        n_rows = -(-count // (room // length))
+        taken = rows[-n_rows:]
         del rows[-len(taken) :]
         if not rows:
             del self._rooms[best]
@@ -447,25 +415,12 @@ class _OpenRows:
         self._rows[room] += rows
 
 
-def _ceil_div(dividend: int, divisor: int) -> int:
-    """Return a quotient of positive numbers, rounded up."""
-    return -(-dividend // divisor)
-
-
-def _one_per_row(lengths: npt.NDArray[np.int32], seq_length: int) -> Int64Array:
-    return np.arange(len(lengths))
-
-
-def _in_data_order(lengths: npt.NDArray[np.int32]) -> Int64Array:
-    return np.arange(len(lengths))
-
-
 # By `data.packing`: the order in which the rows of pieces are stored, and the rows of pieces in this order.
 ORDERS: Mapping[str, Callable[[npt.NDArray[np.int32]], Int64Array]] = {
     SEGMENTED: longest_first,
-    "none": _in_data_order,
+    "none": lambda lengths: np.arange(len(lengths)),
 }
 ASSIGN: Mapping[str, Callable[[npt.NDArray[np.int32], int], Int64Array]] = {
     SEGMENTED: best_fit,
-    "none": _one_per_row,
+    "none": lambda lengths, seq_length: np.arange(len(lengths)),
 }

@@ -129,9 +129,15 @@ def stored_rows(
     """
     identity = rows_identity(meta, packing, tokens.seq_length)
     try:
-        rows = _read_valid_rows(store / identity, tokens, note, discards=target == store)
-        if rows is not None:
-            return rows
+        try:
+            return read_rows(store / identity, tokens)
+        except FileNotFoundError:
+            pass
+        except DamagedStoreError as error:
+            if not isinstance(error, EarlierRowsError):
+                note(f"{error.what} ({error.why}): they are rebuilt")
+            if target == store:
+                discard_folder(store / identity)
         _build_rows(target / identity, tokens, packing, note)
         return read_rows(target / identity, tokens, checks_digests=False)
     except (OSError, PrepError) as error:
@@ -216,29 +222,6 @@ def _map_arrays(
         n_items = nbytes // dtype.itemsize
         arrays[name] = np.asarray(np.memmap(path, dtype, "r", shape=(n_items,)))
     return arrays
-
-
-def _read_valid_rows(
-    folder: Path, tokens: MappedTokens, note: Note, *, discards: bool
-) -> DocumentRows | None:
-    """Return stored rows, or None if they are missing or damaged.
-
-    Args:
-        folder: The rows.
-        tokens: The token store.
-        note: Called with a message about damage.
-        discards: Remove damaged rows.
-    """
-    try:
-        return read_rows(folder, tokens)
-    except FileNotFoundError:
-        return None
-    except DamagedStoreError as error:
-        if not isinstance(error, EarlierRowsError):
-            note(f"{error.what} ({error.why}): they are rebuilt")
-    if discards:
-        discard_folder(folder)
-    return None
 
 
 def _build_rows(folder: Path, tokens: MappedTokens, packing: str, note: Note) -> None:

@@ -114,7 +114,11 @@ def encode_batch(batch: Sequence[Example], tokenizer: TextTokenizer) -> EncodedB
     lengths = np.array([len(ids) for ids, _ in encoded], np.int64)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     ids = np.concatenate([NO_IDS, *(ids for ids, _ in encoded)])
-    weights = _join_weights([weights for _, weights in encoded], lengths)
+    weights = None
+    if not all(isinstance(value, int) and value for _, value in encoded):
+        weights = np.empty(bounds[-1], np.float32)
+        for start, end, (_, value) in zip(bounds[:-1].tolist(), bounds[1:].tolist(), encoded):
+            weights[start:end] = value
     ends = bounds[document_ends]
     return EncodedBatch(ids, weights, ends, _count_ignored(batch, ids, weights, ends))
 
@@ -141,8 +145,12 @@ def _encode_segments(
     segments: Sequence[Segment], tokenizer: TextTokenizer
 ) -> Iterator[tuple[TokenIds, Weights]]:
     """Yield the ids and the weights of each segment."""
-    texts = _texts_of_segments(segments, with_spans=False)
-    span_texts = _texts_of_segments(segments, with_spans=True)
+    texts: list[str] = []
+    span_texts: list[str] = []
+    for segment in segments:
+        if isinstance(segment.content, str):
+            group = texts if segment.loss_spans is None else span_texts
+            group.append(segment.content)
     text_ids = iter(tokenizer.encode(texts))
     span_ids = iter(tokenizer.encode_with_offsets(span_texts))
     for segment in segments:
@@ -153,15 +161,6 @@ def _encode_segments(
             yield next(text_ids), segment.weight
         else:
             yield segment.content, segment.weight
-
-
-def _texts_of_segments(segments: Sequence[Segment], *, with_spans: bool) -> list[str]:
-    """Return the texts of the segments with loss spans, or of those without."""
-    return [
-        segment.content
-        for segment in segments
-        if isinstance(segment.content, str) and (segment.loss_spans is not None) == with_spans
-    ]
 
 
 def span_weights(
@@ -185,20 +184,6 @@ def span_weights(
         if len(overlapping):
             weights[overlapping[0] : overlapping[-1] + 1] = weight
     return weights
-
-
-def _join_weights(
-    weights: Sequence[Weights], lengths: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float32] | None:
-    """Return the loss weight of each token of segments, or None if all are 1."""
-    if all(isinstance(value, int) and value for value in weights):
-        return None
-    joined = np.empty(lengths.sum(), np.float32)
-    ends = np.cumsum(lengths).tolist()
-    starts = [0, *ends]
-    for start, end, value in zip(starts, ends, weights):
-        joined[start:end] = value
-    return joined
 
 
 # The process of the tokenizer encodes one batch after another, on all cores (RAYON_NUM_THREADS limits the threads of
@@ -229,19 +214,12 @@ def encode_batches(
         for batch in batches:
             pending.append((batch, executor.submit(encode_batch, batch.examples, tokenizer)))
             if len(pending) > BATCHES_AHEAD:
-                yield _take_first(pending)
-        while pending:
-            yield _take_first(pending)
+                first, encoded = pending.popleft()
+                yield first, encoded.result()
+        for batch, encoded in pending:
+            yield batch, encoded.result()
     finally:
         executor.shutdown(cancel_futures=True)
-
-
-def _take_first(
-    pending: deque[tuple[ExampleBatch, Future[EncodedBatch]]],
-) -> tuple[ExampleBatch, EncodedBatch]:
-    """Remove the first batch, wait for its tokens, and return both."""
-    batch, encoded = pending.popleft()
-    return batch, encoded.result()
 
 
 @dataclass(frozen=True, slots=True)

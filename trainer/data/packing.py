@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -16,7 +16,6 @@ from prepcli.core.formatting import count_text
 from trainer.data.document_packing import DocumentRows
 from trainer.data.document_rows import make_rows
 from trainer.data.store import MappedTokens
-from trainer.data.store_files import TokenArray
 from trainer.recipe.text_fields import SEGMENTED
 
 RowIndices: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
@@ -60,6 +59,83 @@ class Dataset(Protocol):
 DatasetT = TypeVar("DatasetT", bound=Dataset)
 
 
+def packed_columns(seq_length: int) -> ColumnSpecs:
+    """Return length and dtype of each array in a row with `seq_length` tokens, by name."""
+    dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
+    return {name: (seq_length, np.dtype(dtype)) for name, dtype in dtypes.items()}
+
+
+def check_rows(rows: RowIndices, n_rows: int) -> npt.NDArray[np.int64]:
+    """Return rows as an int64 array. Raise IndexError unless -1 <= row < `n_rows` for each."""
+    indices = np.asarray(rows, np.int64)
+    if ((indices < -1) | (indices >= n_rows)).any():
+        raise IndexError(f"rows {rows} of {n_rows}")
+    return indices
+
+
+def fill_batch(
+    dataset: Dataset,
+    rows: RowIndices,
+    fill_row: Callable[[Arrays, int, int], None],
+    epochs: RowIndices | None = None,
+) -> Arrays:
+    """Return a batch of rows, as `Dataset.get_batch` does.
+
+    Args:
+        dataset: The dataset.
+        rows: Indices of rows. -1 is padding.
+        fill_row: Writes the row of an index and an epoch into its arrays, which are zeros.
+        epochs: Epoch of each row. None for epoch 0.
+
+    Raises:
+        IndexError: A row is out of range.
+    """
+    indices = check_rows(rows, dataset.n_rows)
+    batch: Arrays = {}
+    for name, (length, dtype) in dataset.columns.items():
+        batch[name] = np.zeros((len(indices), length), dtype)
+    if epochs is None:
+        epochs = np.zeros_like(indices)
+    for i, (row, epoch) in enumerate(zip(indices.tolist(), epochs)):
+        if row >= 0:
+            fill_row({name: array[i] for name, array in batch.items()}, row, int(epoch))
+    return batch
+
+
+def fill_tokens(
+    arrays: Arrays,
+    tokens: MappedTokens,
+    start: int,
+    end: int,
+    *,
+    first_input: int | None,
+    first_target: int | None = None,
+) -> None:
+    """Write consecutive tokens of a store to the start of a row, with their targets and weights.
+
+    The target of a position is the token after it, and its weight the stored weight of the target. The last token has
+    no target: the token after `end` is not read, so that rows do not depend on each other.
+    E.g. tokens [5, 6, 7] have targets [6, 7, 0] and weights [1, 1, 0].
+
+    Args:
+        arrays: `tokens`, `targets` and `weights` of the row.
+        tokens: The store.
+        start: First token.
+        end: End of the tokens.
+        first_input: Input instead of the first token. None keeps it. It is not a target.
+        first_target: First token with a weight. None for the one after `start`.
+    """
+    if first_target is None:
+        first_target = start + 1
+    length = end - start
+    arrays["tokens"][:length] = tokens.ids[start:end]
+    arrays["targets"][: length - 1] = tokens.ids[start + 1 : end]
+    weights = arrays["weights"][first_target - start - 1 : length - 1]
+    weights[:] = tokens.read_weights(first_target, end)
+    if first_input is not None:
+        arrays["tokens"][0] = first_input
+
+
 @dataclass(frozen=True, slots=True)
 class PackedDataset:
     """Blocks of concatenated documents.
@@ -97,136 +173,14 @@ class PackedDataset:
         Returns:
             `tokens`, int32 [B, seq_length], `targets`, int32 [B, seq_length]: the next token, 0
             after the last, and `weights`, float32 [B, seq_length]: the loss weight of the target, 0
-            without a target. E.g. tokens [5, 6, 7] have targets [6, 7, 0] and weights [1, 1, 0].
-            All are 0 in padding rows.
-
-        Raises:
-            IndexError: A row is out of range.
+            without a target. All are 0 in padding rows.
         """
-        indices = check_rows(rows, self.n_rows)
-        # B rows of seq_length tokens. The last position has no target: the next block's first token
-        # is not read, so that blocks do not depend on each other.
-        tokens = np.zeros((len(indices), self.seq_length), np.int32)
-        tokens[indices >= 0] = self._read_blocks(self.tokens.ids, indices)
-        targets = np.zeros_like(tokens)
-        targets[:, :-1] = tokens[:, 1:]
-        if self.first_input is not None:
-            tokens[indices >= 0, 0] = self.first_input
-        weights = np.zeros(tokens.shape, np.float32)
-        stored = self.tokens.weight_codes
-        # The weight of a position is the stored weight of its target, which is the token after it.
-        if stored is None:
-            weights[indices >= 0, :-1] = 1
-        else:
-            codes = self._read_blocks(stored, indices)[:, 1:]
-            weights[indices >= 0, :-1] = self.tokens.decode_weights(codes)
-        return {"tokens": tokens, "targets": targets, "weights": weights}
+        return fill_batch(self, rows, self._fill_row)
 
-    def _read_blocks(self, array: TokenArray, indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Return the blocks of the rows without padding, of an array with one value per token."""
-        starts = (self.first_row + indices[indices >= 0]) * self.seq_length
-        blocks = [array[start : start + self.seq_length] for start in starts.tolist()]
-        return np.stack(blocks) if blocks else np.zeros((0, self.seq_length), np.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class ConcatenatedDataset:
-    """The rows of several datasets, one after the other.
-
-    Attributes:
-        parts: The datasets by source name. All have the same columns.
-    """
-
-    parts: Mapping[str, Dataset]
-
-    @property
-    def first_row(self) -> int:
-        """Index of the first row."""
-        return 0
-
-    @property
-    def n_rows(self) -> int:
-        """Number of rows of all datasets."""
-        return sum(part.n_rows for part in self.parts.values())
-
-    @property
-    def seq_length(self) -> int:
-        """Predicted tokens per row."""
-        return next(iter(self.parts.values())).seq_length
-
-    @property
-    def columns(self) -> ColumnSpecs:
-        """Length and dtype of each array of a row, by name."""
-        return next(iter(self.parts.values())).columns
-
-    def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
-        """Return the columns of rows, as `Dataset.get_batch` does."""
-        indices = check_rows(rows, self.n_rows)
-        batch = {
-            name: np.zeros((len(indices), length), dtype)
-            for name, (length, dtype) in self.columns.items()
-        }
-        bounds = itertools.pairwise(
-            itertools.accumulate((part.n_rows for part in self.parts.values()), initial=0)
-        )
-        for part, (first, end) in zip(self.parts.values(), bounds):
-            mask = (indices >= first) & (indices < end)
-            if mask.any():
-                part_epochs = None
-                if epochs is not None:
-                    part_epochs = np.asarray(epochs)[mask]
-                for name, array in part.get_batch(indices[mask] - first, part_epochs).items():
-                    batch[name][mask] = array
-        return batch
-
-
-def packed_columns(seq_length: int) -> ColumnSpecs:
-    """Return length and dtype of each array in a row with `seq_length` tokens, by name."""
-    dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
-    return {name: (seq_length, np.dtype(dtype)) for name, dtype in dtypes.items()}
-
-
-def check_rows(rows: RowIndices, n_rows: int) -> npt.NDArray[np.int64]:
-    """Return rows as an int64 array. Raise IndexError unless -1 <= row < `n_rows` for each."""
-    indices = np.asarray(rows, np.int64)
-    if ((indices < -1) | (indices >= n_rows)).any():
-        raise IndexError(f"rows {rows} of {n_rows}")
-    return indices
-
-
-def split_holdout(dataset: DatasetT, holdout: float) -> tuple[DatasetT, DatasetT | None]:
-    """Split off the last rows of a dataset for evaluation.
-
-    Args:
-        dataset: All rows.
-        holdout: Fraction of the rows to evaluate on, rounded to whole rows. 0 for none.
-
-    Returns:
-        The training rows, and the evaluation rows or None.
-
-    Raises:
-        PrepError: One of the two parts would be empty.
-    """
-    n_rows = dataset.n_rows
-    n_held_out = round(n_rows * holdout)
-    if not holdout:
-        return dataset, None
-    if not 0 < n_held_out < n_rows:
-        purpose = "train"
-        if n_held_out < 1:
-            purpose = "evaluate"
-        why = f"holdout {holdout:g} of {count_text(n_rows, 'sequence')} is {n_held_out:,}"
-        raise PrepError(
-            f"no sequence is left to {purpose} on",
-            why,
-            "set another `data.holdout`, or `data.eval_path`",
-        )
-    n_train = n_rows - n_held_out
-    return _slice_rows(dataset, 0, n_train), _slice_rows(dataset, n_train, n_held_out)
-
-
-def _slice_rows(dataset: Any, start: int, n_rows: int) -> Any:
-    return dataclasses.replace(dataset, first_row=dataset.first_row + start, n_rows=n_rows)
+    def _fill_row(self, arrays: Arrays, row: int, epoch: int) -> None:
+        start = (self.first_row + row) * self.seq_length
+        end = start + self.seq_length
+        fill_tokens(arrays, self.tokens, start, end, first_input=self.first_input)
 
 
 STRIDE_KEY = "eval.stride"
@@ -276,33 +230,23 @@ class WindowDataset:
 
     def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
         """Return a batch of windows, as `PackedDataset.get_batch` does. Targets of an earlier window have no weight."""
-        indices = check_rows(rows, self.n_rows)
-        batch = {
-            name: np.zeros((len(indices), length), dtype)
-            for name, (length, dtype) in self.columns.items()
-        }
-        for i, row in enumerate(indices.tolist()):
-            if row >= 0:
-                self._fill_row({name: array[i] for name, array in batch.items()}, row)
-        return batch
+        return fill_batch(self, rows, self._fill_row)
 
-    def _fill_row(self, arrays: Arrays, row: int) -> None:
+    def _fill_row(self, arrays: Arrays, row: int, epoch: int) -> None:
         start = self.low + row * self.stride
         end = min(start + self.seq_length, self.high)
-        length = end - start
-        arrays["tokens"][:length] = self.tokens.ids[start:end]
-        arrays["targets"][: length - 1] = self.tokens.ids[start + 1 : end]
         # The first token of a window has no token before it.
         first_target = start + 1
         if row:
             first_target = max(first_target, start - self.stride + self.seq_length)
-        # The weight of a position is that of its target, the token after it.
-        weighted = arrays["weights"][first_target - start - 1 : length - 1]
-        weighted[:] = 1
-        if self.tokens.weight_codes is not None:
-            weighted[:] = self.tokens.decode_weights(self.tokens.weight_codes[first_target:end])
-        if self.first_input is not None:
-            arrays["tokens"][0] = self.first_input
+        fill_tokens(
+            arrays,
+            self.tokens,
+            start,
+            end,
+            first_input=self.first_input,
+            first_target=first_target,
+        )
 
 
 def with_stride(dataset: Dataset, stride: int | None) -> Dataset:
@@ -371,42 +315,18 @@ class DocumentDataset:
             the target, 0 without a target. With segments also `segment_ids`, int32 [B, seq_length]:
             1 for the first piece of a row, 2 for the second and so on, and `positions`, int32 [B,
             seq_length]: position of each token in its piece. All are 0 in padding.
-
-        Raises:
-            IndexError: A row is out of range.
         """
-        indices = check_rows(rows, self.n_rows)
-        columns = document_columns(self.seq_length, has_segments=True)
-        batch = {
-            name: np.zeros((len(indices), length), dtype)
-            for name, (length, dtype) in columns.items()
-        }
-        for i, row in enumerate(indices.tolist()):
-            if row >= 0:
-                self._fill_row(
-                    {name: array[i] for name, array in batch.items()}, self.first_row + row
-                )
-        return {name: batch[name] for name in self.columns}
+        return fill_batch(self, rows, self._fill_row)
 
-    def _fill_row(self, arrays: Arrays, row: int) -> None:
-        """Write the pieces of a row of the store one after another."""
+    def _fill_row(self, arrays: Arrays, row: int, epoch: int) -> None:
         low = 0
-        for segment, (start, length) in enumerate(self.rows.pieces(row), 1):
-            high = low + length
-            stored = slice(start + 1, start + length)
-            arrays["tokens"][low:high] = self.tokens.ids[start : start + length]
-            arrays["targets"][low : high - 1] = self.tokens.ids[stored]
-            # The last token of a piece has no target, so targets and weights end one place earlier.
-            if self.tokens.weight_codes is None:
-                arrays["weights"][low : high - 1] = 1
-            else:
-                codes = self.tokens.weight_codes[stored]
-                arrays["weights"][low : high - 1] = self.tokens.decode_weights(codes)
-            arrays["segment_ids"][low:high] = segment
-            arrays["positions"][low:high] = np.arange(length)
-            if self.first_input is not None:
-                arrays["tokens"][low] = self.first_input
-            low = high
+        for segment, (start, length) in enumerate(self.rows.pieces(self.first_row + row), 1):
+            piece = {name: array[low : low + length] for name, array in arrays.items()}
+            fill_tokens(piece, self.tokens, start, start + length, first_input=self.first_input)
+            if self.has_segments:
+                piece["segment_ids"][:] = segment
+                piece["positions"][:] = np.arange(length)
+            low += length
 
 
 def document_dataset(
@@ -432,3 +352,89 @@ def document_columns(seq_length: int, *, has_segments: bool) -> ColumnSpecs:
         columns["segment_ids"] = (seq_length, np.dtype(np.int32))
         columns["positions"] = (seq_length, np.dtype(np.int32))
     return columns
+
+
+@dataclass(frozen=True, slots=True)
+class ConcatenatedDataset:
+    """The rows of several datasets, one after the other.
+
+    Attributes:
+        parts: The datasets by source name. All have the same columns.
+    """
+
+    parts: Mapping[str, Dataset]
+
+    @property
+    def first_row(self) -> int:
+        """Index of the first row."""
+        return 0
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows of all datasets."""
+        return sum(part.n_rows for part in self.parts.values())
+
+    @property
+    def seq_length(self) -> int:
+        """Predicted tokens per row."""
+        return next(iter(self.parts.values())).seq_length
+
+    @property
+    def columns(self) -> ColumnSpecs:
+        """Length and dtype of each array of a row, by name."""
+        return next(iter(self.parts.values())).columns
+
+    def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
+        """Return the columns of rows, as `Dataset.get_batch` does."""
+        indices = check_rows(rows, self.n_rows)
+        batch = {
+            name: np.zeros((len(indices), length), dtype)
+            for name, (length, dtype) in self.columns.items()
+        }
+        bounds = itertools.pairwise(
+            itertools.accumulate((part.n_rows for part in self.parts.values()), initial=0)
+        )
+        for part, (first, end) in zip(self.parts.values(), bounds):
+            mask = (indices >= first) & (indices < end)
+            if mask.any():
+                part_epochs = None
+                if epochs is not None:
+                    part_epochs = np.asarray(epochs)[mask]
+                for name, array in part.get_batch(indices[mask] - first, part_epochs).items():
+                    batch[name][mask] = array
+        return batch
+
+
+def split_holdout(dataset: DatasetT, holdout: float) -> tuple[DatasetT, DatasetT | None]:
+    """Split off the last rows of a dataset for evaluation.
+
+    Args:
+        dataset: All rows.
+        holdout: Fraction of the rows to evaluate on, rounded to whole rows. 0 for none.
+
+    Returns:
+        The training rows, and the evaluation rows or None.
+
+    Raises:
+        PrepError: One of the two parts would be empty.
+    """
+    n_rows = dataset.n_rows
+    n_held_out = round(n_rows * holdout)
+    if not holdout:
+        return dataset, None
+    if not 0 < n_held_out < n_rows:
+        purpose = "train"
+        if n_held_out < 1:
+            purpose = "evaluate"
+        why = f"holdout {holdout:g} of {count_text(n_rows, 'sequence')} is {n_held_out:,}"
+        raise PrepError(
+            f"no sequence is left to {purpose} on",
+            why,
+            "set another `data.holdout`, or `data.eval_path`",
+        )
+    n_train = n_rows - n_held_out
+    return _slice_rows(dataset, 0, n_train), _slice_rows(dataset, n_train, n_held_out)
+
+
+def _slice_rows(dataset: Any, start: int, n_rows: int) -> Any:
+    return dataclasses.replace(dataset, first_row=dataset.first_row + start, n_rows=n_rows)

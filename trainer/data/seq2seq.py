@@ -16,7 +16,7 @@ import numpy.typing as npt
 from prepcli.core.errors import Key, PrepError, text
 from prepcli.core.formatting import count_text
 from trainer.data.order import permute, round_keys
-from trainer.data.packing import Arrays, ColumnSpecs, RowIndices, check_rows, packed_columns
+from trainer.data.packing import Arrays, ColumnSpecs, RowIndices, fill_batch, packed_columns
 from trainer.data.store import MappedTokens
 from trainer.data.tokenizer import TextTokenizer
 from trainer.recipe.data_table import SpanSizes
@@ -65,36 +65,23 @@ class Seq2SeqDataset:
             shifted right, `targets`, int32 [B, seq_length], and `weights`, float32 [B, seq_length]:
             the loss weight of the target, 0 without a target. E.g. targets [7, 8, 1] have tokens
             [decoder_start_id, 7, 8]. All are 0 in padding rows.
-
-        Raises:
-            IndexError: A row is out of range.
         """
-        indices = check_rows(rows, self.n_rows)
-        batch = {
-            name: np.zeros((len(indices), length), dtype)
-            for name, (length, dtype) in self.columns.items()
-        }
-        for i, row in enumerate(indices):
-            if row >= 0:
-                # The source of pair p is document 2p of the store, its target is document 2p + 1.
-                source = self._truncated_ids(2 * (self.first_row + row), self.source_length)
-                target = self._truncated_ids(2 * (self.first_row + row) + 1, self.seq_length)
-                batch["source"][i, : len(source)] = source
-                batch["present"][i, : len(source)] = True
-                batch["tokens"][i, : len(target)] = [self.decoder_start_id, *target[:-1]][
-                    : len(target)
-                ]
-                batch["targets"][i, : len(target)] = target
-                batch["weights"][i, : len(target)] = self._target_weights(row, len(target))
-        return batch
+        return fill_batch(self, rows, self._fill_row)
+
+    def _fill_row(self, arrays: Arrays, row: int, epoch: int) -> None:
+        # The source of pair p is document 2p of the store, its target is document 2p + 1.
+        document = 2 * (self.first_row + row)
+        source = self._truncated_ids(document, self.source_length)
+        target = self._truncated_ids(document + 1, self.seq_length)
+        low, _ = self._document_span(document + 1)
+        weights = self.tokens.read_weights(low, low + len(target))
+        _fill_pair(arrays, source, target, weights, self.decoder_start_id)
 
     def target_ids(self, row: int) -> npt.NDArray[np.int32]:
         """Return all tokens with loss of a pair's target, before truncation."""
         low, high = self._document_span(2 * (self.first_row + row) + 1)
         ids = np.array(self.tokens.ids[low:high], np.int32)
-        if self.tokens.weight_codes is None:
-            return ids
-        return ids[self.tokens.weight_codes[low:high] > 0]
+        return ids[self.tokens.read_weights(low, high) > 0]
 
     def _truncated_ids(self, document: int, max_length: int) -> npt.NDArray[np.int32]:
         """Return the ids of a document, cut to `max_length`. A cut document ends with `eos_id`."""
@@ -103,13 +90,6 @@ class Seq2SeqDataset:
         if high - low > max_length and self.eos_id is not None:
             ids[-1] = self.eos_id
         return ids
-
-    def _target_weights(self, row: int, length: int) -> npt.NDArray[np.float32] | int:
-        """Return the loss weight of each token in a target with `length` tokens."""
-        if self.tokens.weight_codes is None:
-            return 1
-        low, _ = self._document_span(2 * (self.first_row + row) + 1)
-        return self.tokens.decode_weights(self.tokens.weight_codes[low : low + length])
 
     def _document_span(self, document: int) -> tuple[int, int]:
         """Return the start and end of a document in the store's tokens."""
@@ -130,6 +110,22 @@ def seq2seq_dataset(
         first_row=0,
         n_rows=tokens.n_documents // 2,
     )
+
+
+def _fill_pair(
+    arrays: Arrays,
+    source: npt.NDArray[np.int32],
+    target: npt.NDArray[np.int32],
+    weights: npt.NDArray[np.float32],
+    decoder_start_id: int,
+) -> None:
+    """Write a pair into the arrays of a row, which are zeros."""
+    arrays["source"][: len(source)] = source
+    arrays["present"][: len(source)] = True
+    # The inputs are the targets, shifted right.
+    arrays["tokens"][: len(target)] = [decoder_start_id, *target][: len(target)]
+    arrays["targets"][: len(target)] = target
+    arrays["weights"][: len(target)] = weights
 
 
 def seq2seq_columns(source_length: int, seq_length: int) -> ColumnSpecs:
@@ -198,32 +194,14 @@ class SpanCorruptionDataset:
 
         Returns:
             The columns of a `Seq2SeqDataset`.
-
-        Raises:
-            IndexError: A row is out of range.
         """
-        indices = check_rows(rows, self.n_rows)
-        batch = {
-            name: np.zeros((len(indices), length), dtype)
-            for name, (length, dtype) in self.columns.items()
-        }
-        if epochs is None:
-            epochs = np.zeros_like(indices)
-        for i, (row, epoch) in enumerate(zip(indices.tolist(), epochs)):
-            if row >= 0:
-                source, target = self._corrupt(self.first_row + row, int(epoch))
-                batch["source"][i, : len(source)] = source
-                batch["present"][i, : len(source)] = True
-                batch["tokens"][i, : len(target)] = [self.special_ids.decoder_start, *target[:-1]]
-                batch["targets"][i, : len(target)] = target
-                batch["weights"][i, : len(target)] = 1
-        return batch
+        return fill_batch(self, rows, self._fill_row, epochs)
 
-    def _corrupt(self, row: int, epoch: int) -> tuple[Int32Array, Int32Array]:
-        """Return the source and the target of a block of the store."""
+    def _fill_row(self, arrays: Arrays, row: int, epoch: int) -> None:
+        # The index in the store: a held-out row has the same spans in every split.
+        row += self.first_row
         low = row * self.sizes.block_length
         block = self.tokens.ids[low : low + self.sizes.block_length].astype(np.int32)
-        # The row is its index in the store, so a held-out row has the same spans in every split.
         is_noise = noise_mask(self.sizes, f"{self.seed} {epoch} {row}")
         # In the source the noise is replaced, in the target everything else (figure 2 of the T5
         # paper). E.g. block [5, 6, 7, 8], noise [0, 1, 0, 1] and sentinels [99, 98]: the source is
@@ -232,7 +210,8 @@ class SpanCorruptionDataset:
         eos = np.int32(self.special_ids.eos)
         source = np.append(replace_runs(block, is_noise, sentinels), eos)
         target = np.append(replace_runs(block, ~is_noise, sentinels), eos)
-        return source, target
+        weights = np.ones(len(target), np.float32)
+        _fill_pair(arrays, source, target, weights, self.special_ids.decoder_start)
 
 
 def noise_mask(sizes: SpanSizes, name: str) -> BoolArray:

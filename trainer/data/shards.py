@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -93,14 +94,9 @@ class ShardWriter:
         self.n_tokens = 0
         self.n_documents = 0
         self.max_id = -1
-        self.ignored: dict[str, int] = {}
+        self.ignored: Counter[str] = Counter()
         self.n_bad_lines = 0
         self._loss_weights = [*LOSS_WEIGHTS]
-
-    def count_ignored(self, counts: Mapping[str, int]) -> None:
-        """Add the ignored parts of appended conversations."""
-        for name, count in counts.items():
-            self.ignored[name] = self.ignored.get(name, 0) + count
 
     def append(
         self,
@@ -247,13 +243,9 @@ class StoreJob:
 
     def writing(self, shard: int) -> AbstractContextManager[ShardWriter]:
         """Write a shard. See `writing_shard`."""
-        return writing_shard(
-            self.folder,
-            shard,
-            self.dtype,
-            has_weights=self.builder.has_weights,
-            layout=self.layout.digest,
-        )
+        has_weights = self.builder.has_weights
+        layout = self.layout.digest
+        return writing_shard(self.folder, shard, self.dtype, has_weights=has_weights, layout=layout)
 
     def missing_shards(self) -> list[int]:
         """Return the missing shards."""
@@ -330,7 +322,7 @@ def _make_missing(
             for batch, whole in group:
                 encoded = fit_documents(whole, job.overlong)
                 writer.append(encoded.ids, encoded.weights, ends=encoded.ends)
-                writer.count_ignored(encoded.ignored)
+                writer.ignored.update(encoded.ignored)
                 job.tokenizer.check_in_vocab(writer.max_id, job.settings.vocab)
                 shard_nbytes += sum(example.nbytes for example in batch.examples)
                 reported_nbytes = done_nbytes + min(shard_nbytes, job.layout.nbytes[shard])

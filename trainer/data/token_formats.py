@@ -242,7 +242,7 @@ def _record_batches(tokens: MappedTokens, schema: Schema) -> Iterator[RecordBatc
         offsets = pa.array(np.concatenate([[0], ends - first]), pa.int32())
         values: dict[str, npt.NDArray[Any]] = {IDS_COLUMN: tokens.ids[part]}
         if tokens.weight_codes is not None:
-            values[WEIGHTS_COLUMN] = tokens.decode_weights(tokens.weight_codes[part])
+            values[WEIGHTS_COLUMN] = tokens.read_weights(first, int(ends[-1]))
         columns: list[Any] = []
         for field in schema:
             array = pa.array(np.asarray(values[field.name]), type=field.type.value_type)

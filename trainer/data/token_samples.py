@@ -172,7 +172,7 @@ def read_samples(
                 parts=_read_parts(tokens, tokenizer, (low, high), max_tokens=max_tokens),
                 source=(),
                 tokens=high - low,
-                loss_tokens=_count_loss(tokens, low, high),
+                loss_tokens=tokens.count_loss(low, high),
                 is_cut=high - low > tokens.seq_length,
             )
         return
@@ -182,15 +182,9 @@ def read_samples(
             parts=_read_parts(tokens, tokenizer, (middle, end), max_tokens=max_tokens),
             source=_read_parts(tokens, tokenizer, source, max_tokens=max_tokens, has_loss=False),
             tokens=end - start,
-            loss_tokens=_count_loss(tokens, middle, end),
+            loss_tokens=tokens.count_loss(middle, end),
             is_cut=middle - start > source_length or end - middle > tokens.seq_length,
         )
-
-
-def _count_loss(tokens: MappedTokens, low: int, high: int) -> int:
-    if tokens.weight_codes is None:
-        return high - low
-    return int(np.count_nonzero(tokens.weight_codes[low:high]))
 
 
 def _read_parts(
@@ -219,7 +213,9 @@ def _decode_parts(
 ) -> Iterator[SamplePart]:
     """Yield the parts of consecutive tokens: a new one where the weight changes, and around special tokens."""
     ids = tokens.ids[low:high].tolist()
-    weights = _read_weights(tokens, low, high, has_loss=has_loss)
+    weights = [float(has_loss)] * len(ids)
+    if has_loss and tokens.weight_codes is not None:
+        weights = [tokens.loss_weights[code] for code in tokens.weight_codes[low:high].tolist()]
     special_ids = tokenizer.special_ids({*ids})
     marks = [(weight, token_id in special_ids) for token_id, weight in zip(ids, weights)]
     preceding: list[int] = []
@@ -232,15 +228,6 @@ def _decode_parts(
             text = tokenizer.decode(part_ids, preceding)
             preceding = part_ids[-CONTEXT_TOKENS:]
         yield SamplePart(text, tuple(part_ids), weight, is_special)
-
-
-def _read_weights(tokens: MappedTokens, low: int, high: int, *, has_loss: bool) -> list[float]:
-    """Return the loss weight of each token."""
-    if not has_loss:
-        return [0.0] * (high - low)
-    if tokens.weight_codes is None:
-        return [1.0] * (high - low)
-    return [tokens.loss_weights[code] for code in tokens.weight_codes[low:high].tolist()]
 
 
 COUNT_HEADER = (

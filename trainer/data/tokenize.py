@@ -291,14 +291,14 @@ def _map_token_store(
     tokenizer.check_in_vocab(meta.max_id, config.vocab)
     if remark := tokenizer.smaller_vocabulary_note(config.vocab):
         note(remark)
-    if config.examples.has_encoder:
-        _check_has_source_target_pair(meta)
-    elif config.has_blocks:
-        _check_has_block(meta, config.seq_length)
-    else:
-        _check_has_token(meta)
+    _check_size(meta, config)
     tokens = map_tokens(folder, meta, config.seq_length)
-    _check_has_loss(tokens, meta)
+    if not tokens.count_loss() and tokens.n_tokens:
+        what = "the data has no token to train on"
+        _check_overlong(meta, what)
+        why = "all its tokens are in fields in brackets, or none is in a turn of the assistant"
+        hint = text("set another {}, or for conversations {}", Key("data.fields"), Key("data.loss"))
+        raise PrepError(what, why, hint)
     note(_dataset_summary(tokens, config))
     for line in describe_ignored(meta.ignored):
         note(line)
@@ -316,70 +316,43 @@ def ids_dtype(config: TokenizeConfig, tokenizer: TextTokenizer, builder: Example
 def _dataset_summary(tokens: MappedTokens, config: TokenizeConfig) -> str:
     """Return the sizes of a store in one line."""
     if config.examples.has_encoder:
-        return _seq2seq_summary(tokens, config.source_length)
+        counts = count_samples(tokens, source_length=config.source_length, has_blocks=False)
+        size = f"{count_text(tokens.n_tokens, 'token')} in {count_text(counts.samples, 'pair')}"
+        sources = (
+            f"{count_text(counts.cut_sources, 'source')} of more than {config.source_length:,}"
+        )
+        targets = f"{count_text(counts.cut_targets, 'target')} of more than {tokens.seq_length:,}"
+        return f"{size}: {sources}, {targets} tokens are cut"
     size = f"{count_text(tokens.n_tokens, 'token')} in {count_text(tokens.n_documents, 'document')}"
     if tokens.weight_codes is not None:
         size += f", {100 * tokens.count_loss() / tokens.n_tokens:.0f} % with loss"
     if not config.has_blocks:
         return size
-    return f"{size}: {_block_summary(tokens)}"
-
-
-def _block_summary(tokens: MappedTokens) -> str:
-    n_dropped = tokens.n_tokens % tokens.seq_length
     blocks = f"{count_text(tokens.n_blocks, 'block')} of {tokens.seq_length:,}"
-    return f"{blocks}, {count_text(n_dropped, 'token')} left over and dropped"
+    n_dropped = tokens.n_tokens % tokens.seq_length
+    return f"{size}: {blocks}, {count_text(n_dropped, 'token')} left over and dropped"
 
 
-def _seq2seq_summary(tokens: MappedTokens, source_length: int) -> str:
-    counts = count_samples(tokens, source_length=source_length, has_blocks=False)
-    size = f"{count_text(tokens.n_tokens, 'token')} in {count_text(counts.samples, 'pair')}"
-    sources = f"{count_text(counts.cut_sources, 'source')} of more than {source_length:,}"
-    targets = (
-        f"{count_text(counts.cut_targets, 'target')} of more than {tokens.seq_length:,} tokens"
-    )
-    return f"{size}: {sources}, {targets} are cut"
-
-
-def _check_has_source_target_pair(meta: StoreMeta) -> None:
-    """Raise PrepError if the data of an encoder-decoder model is empty."""
-    if not meta.n_tokens:
-        raise PrepError(
-            "the data has no source-target pair",
-            "all lines are blank, or all their texts are empty",
-            text("set another {}", Key("data.path")),
-        )
-
-
-def _check_has_block(meta: StoreMeta, seq_length: int) -> None:
-    """Raise PrepError if the data is shorter than one block."""
-    if meta.n_tokens < seq_length:
+def _check_size(meta: StoreMeta, config: TokenizeConfig) -> None:
+    """Raise PrepError if a store has no token, or does not fill one block."""
+    hint = text("set another {}", Key("data.path"))
+    if config.examples.has_encoder:
+        if not meta.n_tokens:
+            why = "all lines are blank, or all their texts are empty"
+            raise PrepError("the data has no source-target pair", why, hint)
+    elif not config.has_blocks:
+        if not meta.n_tokens:
+            what = "the data has no token"
+            _check_overlong(meta, what)
+            raise PrepError(what, "all its documents are empty", hint)
+    elif meta.n_tokens < config.seq_length:
         what = "the data is shorter than one block"
         _check_overlong(meta, what)
         size = f"{count_text(meta.n_tokens, 'token')} in {count_text(meta.n_documents, 'document')}"
         hint = "add more text"
         if meta.n_tokens > 1:
             hint = text("{}, or {}", hint, Key("data.seq_length", meta.n_tokens, is_override=True))
-        raise PrepError(what, f"{size}, a block has {seq_length:,}", hint)
-
-
-def _check_has_token(meta: StoreMeta) -> None:
-    """Raise PrepError if the data has no token."""
-    if not meta.n_tokens:
-        what = "the data has no token"
-        _check_overlong(meta, what)
-        hint = text("set another {}", Key("data.path"))
-        raise PrepError(what, "all its documents are empty", hint)
-
-
-def _check_has_loss(tokens: MappedTokens, meta: StoreMeta) -> None:
-    """Raise PrepError if no token of the data counts in the loss."""
-    if not tokens.count_loss() and tokens.n_tokens:
-        what = "the data has no token to train on"
-        _check_overlong(meta, what)
-        why = "all its tokens are in fields in brackets, or none is in a turn of the assistant"
-        hint = text("set another {}, or for conversations {}", Key("data.fields"), Key("data.loss"))
-        raise PrepError(what, why, hint)
+        raise PrepError(what, f"{size}, a block has {config.seq_length:,}", hint)
 
 
 def _check_overlong(meta: StoreMeta, what: str) -> None:

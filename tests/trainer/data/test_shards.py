@@ -89,7 +89,7 @@ def contents(tokens: MappedTokens | None) -> dict[str, list[Any]]:
     assert tokens is not None
     weights: list[float] = []
     if tokens.weight_codes is not None:
-        weights = tokens.decode_weights(tokens.weight_codes[:]).tolist()
+        weights = tokens.read_weights(0, tokens.n_tokens).tolist()
     return {
         "ids": tokens.ids[:].tolist(),
         "ends": tokens.ends[:].tolist(),
