@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,6 @@ from trainer.data.chat_forms import MessageForms, load_forms
 from trainer.data.chat_template import (
     ChatTemplate,
     Conversation,
-    Spans,
     load_chat_template,
 )
 from trainer.data.chat_turns import Turn, TurnFinder
@@ -122,7 +122,13 @@ class ChatBuilder:
         turns = self._finder.find(conversation, text, indices)
         spans = self._spans(text, turns, weights)
         if generated is not None:
-            spans = _intersect(spans, generated)
+            # The parts of spans that the template marks as generated.
+            both = itertools.product(spans, generated)
+            spans = tuple(
+                (max(start, first), min(end, last), weight)
+                for (start, end, weight), (first, last) in both
+                if max(start, first) < min(end, last)
+            )
         return text, spans, sum(turn.hides_reasoning for turn in turns.values())
 
     def _all_spans(
@@ -175,16 +181,6 @@ def _is_empty_turn(message: JsonObject) -> bool:
     if isinstance(content, str):
         content = content.strip()
     return not content and not any(message.get(key) for key in (TOOL_CALLS, *REASONING_KEYS))
-
-
-def _intersect(spans: Sequence[LossSpan], generated: Spans) -> tuple[LossSpan, ...]:
-    """Return the parts of spans that the template marks as generated."""
-    return tuple(
-        (max(start, first), min(end, last), weight)
-        for start, end, weight in spans
-        for first, last in generated
-        if max(start, first) < min(end, last)
-    )
 
 
 MESSAGES_KEY = "messages"
@@ -276,12 +272,7 @@ class PromptEncoder:
 
 
 def chat_prompt(value: JsonValue, tools: JsonValue, place: str) -> ChatPrompt:
-    """Return the prompt of a conversation.
-
-    Args:
-        value: The messages.
-        tools: Schemas of tools, or their JSON text. None without tools.
-        place: File and line, for error messages.
+    """Return the prompt of a conversation with tools, or the JSON text of their schemas.
 
     Raises:
         PrepError: The messages or the tools are invalid, or there are no messages.

@@ -73,18 +73,12 @@ class ChatTemplate:
 
 
 def load_chat_template(tokenizer: Path, *, hint: Text = FOLDER_HINT) -> ChatTemplate:
-    """Load the chat template of a tokenizer.
+    """Load the chat template of a tokenizer, with the one of conversations with tools if it has one.
 
-    Args:
-        tokenizer: A tokenizer.json, or a folder that contains one.
-        hint: What to do without a template.
-
-    Returns:
-        The template in `chat_template.jinja`, else the default one in `tokenizer_config.json`. With it the
-        template of conversations with tools, if the tokenizer has one.
+    It is in `chat_template.jinja`, else the default one in `tokenizer_config.json`.
 
     Raises:
-        PrepError: There is no template, or a file is invalid.
+        PrepError: There is no template, which `hint` is for, or a file is invalid.
     """
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     config = read_settings(folder / CONFIG_FILE)
@@ -110,16 +104,19 @@ def load_chat_template(tokenizer: Path, *, hint: Text = FOLDER_HINT) -> ChatTemp
 def recipe_template(data: Data, tokenizer: Path) -> ChatTemplate:
     """Load the chat template of a recipe's data.
 
-    Args:
-        data: The table `[data]`.
-        tokenizer: A tokenizer.json, or a folder that contains one.
-
     Raises:
         PrepError: There is no template, or a file is invalid.
         UsageError: The date of the recipe does not exist.
     """
     if data.chat_template in (None, TRAINING):
-        template = load_chat_template(tokenizer, hint=_missing_template_hint(data))
+        # A tokenizer may have no template, e.g. of a base model.
+        hint = text("{} names one", Key("data.chat_template", TEMPLATE_FILE, is_override=True))
+        # Messages are no texts, so only a template can render them.
+        if data.format == "alpaca":
+            fields = Key("data.fields", data.fields, is_override=True)
+            plain = text("{} {}", Key("data.format", PLAIN, is_override=True), fields)
+            hint = text("{}; {} reads the columns as plain texts", hint, plain)
+        template = load_chat_template(tokenizer, hint=hint)
     else:
         template_text = read_text_file(Path(data.chat_template), MAX_TEMPLATE_NBYTES)
         if template_text is None:
@@ -139,29 +136,18 @@ def recipe_template(data: Data, tokenizer: Path) -> ChatTemplate:
     return replace(template, arguments=json.dumps(data.template_args or {}), date=date)
 
 
-def _missing_template_hint(data: Data) -> Text:
-    """Return the keys that read data with a tokenizer without a chat template, e.g. of a base model."""
-    file = text("{} names one", Key("data.chat_template", TEMPLATE_FILE, is_override=True))
-    if data.format != "alpaca":
-        # Messages are no texts, so only a template can render them.
-        return file
-    fields = Key("data.fields", data.fields, is_override=True)
-    plain = text("{} {}", Key("data.format", PLAIN, is_override=True), fields)
-    return text("{}; {} reads the columns as plain texts", file, plain)
-
-
 def load_special_tokens(tokenizer: Path) -> tuple[tuple[str, str], ...]:
-    """Load the names and texts of a tokenizer's special tokens, such as `("bos_token", "<s>")`.
-
-    Args:
-        tokenizer: A tokenizer file, or a folder that contains one.
-
-    Raises:
-        PrepError: A file is invalid.
-    """
+    """Load the names and texts of a tokenizer's special tokens, e.g. `("bos_token", "<s>")`."""
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     config = read_settings(folder / CONFIG_FILE)
-    return _special_tokens(read_settings(folder / SPECIAL_TOKENS_FILE) | config)
+    settings = read_settings(folder / SPECIAL_TOKENS_FILE) | config
+    tokens: list[tuple[str, str]] = []
+    for key, value in sorted(settings.items()):
+        # A token is a text or an object, e.g. `"</s>"` or `{"content": "</s>", "lstrip": false}`.
+        content = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(content, str):
+            tokens.append((key, content))
+    return tuple(tokens)
 
 
 def _named_template(value: Any, name: str) -> str | None:
@@ -176,20 +162,6 @@ def _named_template(value: Any, name: str) -> str | None:
     return None
 
 
-def _special_tokens(config: Mapping[str, JsonValue]) -> tuple[tuple[str, str], ...]:
-    """Return the special tokens of a config by name.
-
-    A token is a text or an object, e.g. `"</s>"` or `{"content": "</s>", "lstrip": false}`.
-    """
-    tokens = {
-        key: value.get("content") if isinstance(value, dict) else value
-        for key, value in sorted(config.items())
-        if key.endswith("_token")
-    }
-    return tuple((key, text) for key, text in tokens.items() if isinstance(text, str))
-
-
-# Noncharacters around the parts of a rendered text that the assistant generates.
 START_MARK = "\ufdd0"
 END_MARK = "\ufdd1"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -261,7 +233,11 @@ class ChatRenderer:
             **dict(template.special_tokens),
             **json.loads(template.arguments),
         }
-        _check_variables(variables)
+        for name in CONVERSATION_VARIABLES:
+            if name in variables:
+                what = f"`{name}` is not a variable that can be passed to a chat template"
+                hint = "remove it from the template variables"
+                raise PrepError(what, "each conversation sets it", hint)
         texts = [template.text]
         if template.tool_text is not None:
             texts.append(template.tool_text)
@@ -331,7 +307,11 @@ class ChatRenderer:
             error_type = PrepError
             if isinstance(error, SandboxLimitError):
                 error_type = RecordLimitError
-            raise error_type(what, _error_text(error), _error_hint(error)) from None
+            hint = "correct the messages or the template"
+            if "strftime_now" in str(error):
+                key = Key("data.template_date", "2026-01-31", is_override=True)
+                hint = text("{} is the date that it writes", key)
+            raise error_type(what, _error_text(error), hint) from None
         return rendered
 
 
@@ -342,32 +322,11 @@ def _limits(num_chars: int) -> Limits:
     )
 
 
-def _check_variables(variables: Mapping[str, JsonValue]) -> None:
-    """Raise PrepError for a variable of a template that each rendering sets."""
-    for name in CONVERSATION_VARIABLES:
-        if name in variables:
-            raise PrepError(
-                f"`{name}` is not a variable that can be passed to a chat template",
-                "each conversation sets it",
-                "remove it from the template variables",
-            )
-
-
 def _error_text(error: SandboxError) -> str:
     """Return the cause of a Jinja or Python error, for readers who know neither."""
     if error.type_name == "builtins.RecursionError":
         return "it is nested too deeply, or its macros call each other without end"
     return f"{str(error) or error.type_name.rpartition('.')[2]:.300}"
-
-
-def _error_hint(error: SandboxError) -> Text | str:
-    """Return the hint for an error of a template."""
-    if "strftime_now" in str(error):
-        return text(
-            "{} is the date that it writes",
-            Key("data.template_date", "2026-01-31", is_override=True),
-        )
-    return "correct the messages or the template"
 
 
 def _split_marks(text: str) -> tuple[str, Spans]:

@@ -115,7 +115,8 @@ class MessageMarker:
         for position, piece in enumerate(MARK.split(rendered)):
             if position % 2:
                 # Templates may repeat a text later: the name of a tool stands before its results too.
-                found.setdefault(_parse_number(piece), length)
+                number = "".join(f"{ord(digit) - FIRST_DIGIT:x}" for digit in piece)
+                found.setdefault(int(number, 16), length)
             else:
                 parts.append(piece)
                 length += len(piece)
@@ -191,10 +192,7 @@ class MessageMarker:
         return changed
 
     def _mark_text(self, text: str, index: int, part: MessagePart) -> str:
-        """Return a text with a mark before its first and after its last visible character.
-
-        A template may remove the blanks around it, and may ask whether it is empty.
-        """
+        """Return a text with marks around its visible part: a template may cut its blanks, or ask if it is empty."""
         core = text.strip()
         if not core:
             return text
@@ -209,11 +207,6 @@ class MessageMarker:
         digits = f"{len(self._marks) - 1:x}"
         number = "".join(chr(FIRST_DIGIT + int(digit, 16)) for digit in digits)
         return f"{MARK_START}{number}{MARK_END}"
-
-
-def _parse_number(digits: str) -> int:
-    """Return the number of a mark."""
-    return int("".join(f"{ord(digit) - FIRST_DIGIT:x}" for digit in digits), 16)
 
 
 def inline_reasoning(message: JsonObject) -> tuple[str, str]:
@@ -375,10 +368,8 @@ class TurnFinder:
         return rendered
 
     def _check_joined_work(self, conversation: Conversation) -> None:
-        """Raise PrepError before the first rendering if those of all turns are too much work.
-
-        A turn has two renderings with all messages before it, one without and one with marks.
-        """
+        """Raise PrepError before the first rendering if those of all turns are too much work."""
+        # A turn has two renderings with all messages before it, one without and one with marks.
         sizes = [MESSAGE_WORK + len(json.dumps(message)) for message in conversation.messages]
         until = [*itertools.accumulate(sizes)]
         if 2 * sum(until[index] for index in conversation.assistant_indices) > self._work_left:
@@ -402,10 +393,8 @@ class TurnFinder:
         return None
 
     def _check_shown(self, view: _View) -> None:
-        """Raise PrepError if the text leaves out a message of another role than the assistant.
-
-        E.g. the template of gpt-oss shows a message of the system at the start only.
-        """
+        """Raise PrepError if the text leaves out a message of another role than the assistant."""
+        # E.g. the template of gpt-oss shows a message of the system at the start only.
         for index, message in enumerate(view.conversation.messages):
             if message["role"] == ASSISTANT or MessagePart.CONTENT not in view.hidden_parts(index):
                 continue
@@ -433,11 +422,7 @@ class TurnFinder:
         return Turn(start, end, answer, hides_reasoning)
 
     def _hides_reasoning(self, view: _View, index: int) -> bool:
-        """Return whether the text does not show the reasoning of a message.
-
-        Raises:
-            PrepError: The text does not show a content or a tool call of it.
-        """
+        """Return whether the text hides the reasoning of a message. Raise PrepError for a content or a tool call."""
         hidden = view.hidden_parts(index)
         if hidden <= {MessagePart.REASONING}:
             return bool(hidden)
@@ -454,7 +439,12 @@ class TurnFinder:
         if index == len(view.conversation.messages) - 1:
             return len(view.text)
         anchor, mark = view.last_mark(index)
-        key = view.end_key(index, mark)
+        # The kind of text after the mark. None if it may differ between messages of one kind.
+        key = None
+        tail = None if mark is None or mark.message != index else mark.tail
+        if mark is not None and tail is not None and len(tail) <= MAX_TAIL:
+            role = str(view.conversation.messages[index]["role"])
+            key = (role, mark.part, tail)
         kept = self._kept_ends.get(key) if key else None
         if kept is not None and view.text.startswith(kept, anchor):
             return anchor + len(kept)
@@ -505,13 +495,7 @@ class TurnFinder:
 
 
 class _View:
-    """A rendered conversation with the places of its marks.
-
-    Attributes:
-        conversation: The conversation.
-        text: Its rendered text, without marks.
-        roles: Roles of the marked messages. None for all.
-    """
+    """A rendered conversation, its text without marks, their places, and the roles of the marked messages."""
 
     def __init__(
         self,
@@ -559,12 +543,6 @@ class _View:
                 return found[-1]
         return 0, None
 
-    def end_key(self, index: int, mark: Mark | None) -> tuple[str, MessagePart, str] | None:
-        """Return the kind of text after a mark, or None if it may differ between messages of one kind."""
-        if mark is None or mark.message != index or mark.tail is None or len(mark.tail) > MAX_TAIL:
-            return None
-        return str(self.conversation.messages[index]["role"]), mark.part, mark.tail
-
     def answer_start(self, index: int) -> int:
         """Return the start of what follows the reasoning of a message: its content or calls."""
         marks = self.marks_of(index)
@@ -578,17 +556,10 @@ class _View:
             default=after,
         )
 
-    def with_text(self, start: int, end: int, inserted: str) -> _View:
-        """Return a view of the text with a part replaced. It has no marks."""
-        text_ = self.text[:start] + inserted + self.text[end:]
-        return _View(self.conversation, MarkedText(text_, ()), (), self.roles)
-
 
 def _with_reasoning(view: _View, turn: Turn) -> tuple[_View, Turn]:
-    """Return a rendering with the reasoning of its last message, if the template leaves it out of last turns too.
-
-    A model that writes its reasoning continues after the start of a turn, so the reasoning comes first.
-    """
+    """Return a rendering with the reasoning of its last message, if the template leaves it out of last turns too."""
+    # A model that writes its reasoning continues after the start of a turn, so the reasoning comes first.
     if not turn.hides_reasoning:
         return view, turn
     index = len(view.conversation.messages) - 1
@@ -600,7 +571,8 @@ def _with_reasoning(view: _View, turn: Turn) -> tuple[_View, Turn]:
     while first > turn.start and view.text[first - 1].isspace():
         first -= 1
     inserted = reasoning + answer
-    changed = view.with_text(first, last, inserted)
+    changed_text = view.text[:first] + inserted + view.text[last:]
+    changed = _View(view.conversation, MarkedText(changed_text, ()), (), view.roles)
     end = turn.end + len(inserted) - (last - first)
     return changed, Turn(turn.start, end, first + len(reasoning))
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
 from prepcli.core.errors import Key, PrepError, Text, join_texts, text
 from prepcli.core.formatting import count_text
@@ -97,9 +96,10 @@ def find_shapes(values: Mapping[str, object]) -> list[Shape]:
     columns = {name: value for name, value in values.items() if value is not None}
     shapes: list[Shape] = []
     for name in CONVERSATIONS:
-        data_format = _conversation_format(columns.get(name))
-        if data_format is not None:
-            shapes.append(Shape(data_format, name))
+        if is_sharegpt(columns.get(name)):
+            shapes.append(Shape("sharegpt", name))
+        elif _has_messages(columns.get(name)):
+            shapes.append(Shape("chat", name))
     pairs = [pair for pair in PAIRS if {*pair} <= columns.keys()]
     paired = {name for pair in pairs for name in pair}
     for prompt, answer in pairs:
@@ -130,26 +130,19 @@ def columns_hint(values: Mapping[str, object], default: Text) -> Text:
         default: Hint for other columns.
     """
     shapes = find_shapes(values)
-    pair = _plain_pair(values)
-    if pair and (not shapes or any(shape.format == "alpaca" for shape in shapes)):
-        # Without a chat template, an instruction and its output are plain texts.
-        shapes.append(pair)
+    prompt = _first(OTHER_PROMPTS, values)
+    answer = _first(OTHER_ANSWERS, values)
+    # Without a chat template, an instruction and its output are plain texts.
+    is_plain = not shapes or any(shape.format == "alpaca" for shape in shapes)
+    if prompt and answer and is_plain:
+        if context := _first(OTHER_CONTEXTS.get(prompt, ()), values):
+            prompt = f"{prompt}+{context}"
+        shapes.append(Shape(PLAIN, f"[{prompt}], {answer}"))
     if shapes:
         return join_texts(", or ", [shape.replacement() for shape in shapes])
     if name := _first(OTHER_TEXTS, values):
         return Shape(PLAIN, name).replacement()
     return default
-
-
-def _plain_pair(values: Collection[str]) -> Shape | None:
-    """Return the plain fields of a prompt and its answer, or None without such columns."""
-    prompt = _first(OTHER_PROMPTS, values)
-    answer = _first(OTHER_ANSWERS, values)
-    if not (prompt and answer):
-        return None
-    if context := _first(OTHER_CONTEXTS.get(prompt, ()), values):
-        prompt = f"{prompt}+{context}"
-    return Shape(PLAIN, f"[{prompt}], {answer}")
 
 
 def _parsed_list(value: object) -> object:
@@ -165,15 +158,6 @@ def is_sharegpt(turns: object) -> bool:
     turns = _parsed_list(turns)
     turn = turns[0] if isinstance(turns, list) and turns else None
     return isinstance(turn, dict) and {"from", "value"} <= {*turn}
-
-
-def _conversation_format(value: object) -> DataFormat | None:
-    """Return the format of a conversation, or None for another value."""
-    if is_sharegpt(value):
-        return "sharegpt"
-    if _has_messages(value):
-        return "chat"
-    return None
 
 
 def _has_messages(value: object) -> bool:
@@ -218,14 +202,7 @@ def check_columns(
     hint: Text | None = None,
     default_hint: Text = COLUMN_HINT,
 ) -> None:
-    """Raise PrepError if a record lacks a column.
-
-    Args:
-        record: The record.
-        columns: Required columns.
-        hint: How the user selects the columns. By default the names of the record's columns decide.
-        default_hint: The hint for names that do not say what the columns hold.
-    """
+    """Raise PrepError if a record lacks a column. Without a hint, the names of its columns decide which to select."""
     if missing := [column for column in columns if column not in record.values]:
         names = ", ".join(f"`{name}`" for name in record.values) or "none"
         raise PrepError(
@@ -247,12 +224,7 @@ def text_value(record: Record, column: str) -> str:
 
 
 def ids_value(record: Record, column: str, vocab: int) -> TokenIds:
-    """Return the token ids of a column: a list, or base64 of little-endian int32 values.
-
-    Args:
-        record: The record.
-        column: The column.
-        vocab: Size of the model's vocabulary without padding.
+    """Return the token ids of a column, below `vocab`: a list, or base64 of little-endian int32 values.
 
     Raises:
         PrepError: The value is not a list of ids, or one is out of range.
@@ -261,14 +233,19 @@ def ids_value(record: Record, column: str, vocab: int) -> TokenIds:
     place = f"{record.place}: column `{column}`"
     try:
         if isinstance(value, str):
-            ids = _decode_ids(value)
+            data = base64.b64decode(value, validate=True)
+            if len(data) % 4:
+                size = count_text(len(data), "byte")
+                raise ValueError(f"its base64 decodes to {size}, which is not a multiple of 4")
+            ids = np.frombuffer(data, "<i4")
         else:
             ids = np.asarray(value)
     except ValueError as error:
         # The text is not base64, or the list has lists of several lengths.
         raise PrepError(f"{place} has no token ids", str(error), IDS_HINT) from None
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise PrepError(f"{place} has no token ids", f"it is {_ids_type_name(value)}", IDS_HINT)
+        kind = "a list of other values" if isinstance(value, list) else json_type_name(value)
+        raise PrepError(f"{place} has no token ids", f"it is {kind}", IDS_HINT)
     if ids.size:
         smallest = int(ids.min())
         largest = int(ids.max())
@@ -280,34 +257,8 @@ def ids_value(record: Record, column: str, vocab: int) -> TokenIds:
     return ids.astype(np.uint32)
 
 
-def _decode_ids(text: str) -> npt.NDArray[np.int32]:
-    """Decode base64 of little-endian int32 values."""
-    data = base64.b64decode(text, validate=True)
-    if len(data) % 4:
-        raise ValueError(
-            f"its base64 decodes to {count_text(len(data), 'byte')}, which is not a multiple of 4"
-        )
-    return np.frombuffer(data, "<i4")
-
-
-def _ids_type_name(value: object) -> str:
-    """Return the type of a value without token ids, for an error."""
-    if isinstance(value, list):
-        return "a list of other values"
-    return json_type_name(value)
-
-
 def list_value(record: Record, column: str, items: str) -> list[JsonValue]:
-    """Return the list of a column that is stored as it is or as a JSON text.
-
-    Args:
-        record: The record.
-        column: The column.
-        items: Name of its items, for error messages.
-
-    Raises:
-        PrepError: The value is neither.
-    """
+    """Return the list of a column that is stored as it is or as a JSON text. Raise PrepError for another value."""
     value = record.values[column]
     place = f"{record.place}: column `{column}`"
     if isinstance(value, str) and is_json_list(value):
@@ -321,13 +272,8 @@ def list_value(record: Record, column: str, items: str) -> list[JsonValue]:
 def json_list(value: object, place: str, hint: str) -> list[JsonValue]:
     """Return a list that is stored as it is or as a JSON text. Empty for null, and for an empty text.
 
-    Args:
-        value: The value.
-        place: File, line and key, for error messages.
-        hint: How the value should be.
-
     Raises:
-        PrepError: It is neither.
+        PrepError: It is neither. The error begins with `place`.
     """
     if isinstance(value, str) and value.strip():
         value = parse_json(value, place, hint)

@@ -107,17 +107,13 @@ DEFAULT_LOSS = LossRule()
 
 
 def message_weight(message: Mapping[str, JsonValue], place: str) -> float:
-    """Return the loss weight of a message: 1 without a key for it.
+    """Return the loss weight of a message: 1 without a key for it, and the least one of several keys.
 
     >>> message_weight({"role": "assistant", "train": False}, "a.jsonl:1")
     0.0
 
-    Args:
-        message: The message. If several keys give a weight, the least one counts.
-        place: File and line, for error messages.
-
     Raises:
-        PrepError: A value is not a weight.
+        PrepError: A value is not a weight. The error begins with `place`, the file and line.
     """
     weight = 1.0
     for key in (*WEIGHT_KEYS, *TRAIN_KEYS):
@@ -135,12 +131,8 @@ def message_weight(message: Mapping[str, JsonValue], place: str) -> float:
 def messages_value(record: Record, column: str) -> list[JsonObject]:
     """Return the messages of a column, without keys of value null.
 
-    Args:
-        record: The record.
-        column: The column: a list of objects with a `role`, or its JSON text.
-
     Raises:
-        PrepError: The value is not a list of messages.
+        PrepError: The value is not a list of objects with a `role`, nor its JSON text.
     """
     value = list_value(record, column, "messages")
     place = f"{record.place}: column `{column}`"
@@ -161,32 +153,23 @@ def messages_value(record: Record, column: str) -> list[JsonObject]:
 def tool_schemas(value: object, place: str) -> list[JsonObject] | None:
     """Return JSON schemas of tools from a list, or from its JSON text. None without tools.
 
-    Args:
-        value: The value.
-        place: File, line and column, for error messages.
-
     Raises:
-        PrepError: The value is not a list of objects.
+        PrepError: The value is not a list of objects. The error begins with `place`.
     """
     tools = json_list(value, place, TOOLS_HINT)
     if not all(isinstance(tool, dict) for tool in tools):
         raise PrepError(f"{place} is not a list of JSON schemas", "it has other values", TOOLS_HINT)
-    return [_with_type(tool) for tool in cast(list[JsonObject], tools)] or None
-
-
-def _with_type(tool: JsonObject) -> JsonObject:
-    """Return the schema of a tool. It may be the function alone, as LLaMA-Factory writes it."""
-    if "name" in tool and "function" not in tool and "type" not in tool:
-        return {"type": "function", "function": tool}
-    return tool
+    schemas: list[JsonObject] = []
+    for tool in cast(list[JsonObject], tools):
+        # It may be the function alone, as LLaMA-Factory writes it.
+        if "name" in tool and "function" not in tool and "type" not in tool:
+            tool = {"type": "function", "function": tool}
+        schemas.append(tool)
+    return schemas or None
 
 
 def message_reader(data_format: DataFormat, fields: str) -> MessageReader:
-    """Return the function from a record to the messages of its conversation.
-
-    Args:
-        data_format: The recipe's `data.format`.
-        fields: The recipe's `data.fields`.
+    """Return the function from a record to the messages of its conversation, for `data.format` and `data.fields`.
 
     Raises:
         UsageError: The fields are not columns of conversations.
@@ -198,7 +181,12 @@ def message_reader(data_format: DataFormat, fields: str) -> MessageReader:
         _check_text_fields(columns, fields)
         return lambda record: _alpaca_messages(record, columns)
     if not fields.startswith("["):
-        return lambda record: _column_messages(record, fields)
+
+        def column_messages(record: Record) -> list[JsonObject]:
+            check_columns(record, [fields])
+            return messages_value(record, fields)
+
+        return column_messages
     columns = parse_fields(fields)
     _check_text_fields(columns, fields)
     return lambda record: _joined_messages(record, columns)
@@ -217,11 +205,6 @@ def _check_text_fields(columns: FieldList, fields: str) -> None:
         what = f'`data.fields` is "{fields:.60}"'
         why = "a conversation has the columns of its prompt in brackets, and those of its answer"
         raise PrepError(what, why, PAIR_HINT)
-
-
-def _column_messages(record: Record, column: str) -> list[JsonObject]:
-    check_columns(record, [column])
-    return messages_value(record, column)
 
 
 def _joined_messages(record: Record, columns: FieldList) -> list[JsonObject]:
@@ -283,8 +266,10 @@ def _function_calls(value: str, place: str) -> list[JsonValue]:
 
 def _alpaca_messages(record: Record, columns: FieldList) -> list[JsonObject]:
     """Return the messages of an instruction with its context, and of the output."""
-    prompts = _columns_of(columns, is_bracketed=True)
-    answers = _columns_of(columns, is_bracketed=False)
+    prompts, answers = (
+        [column for field in fields for column in cast(TextField, field).columns]
+        for fields in (columns.source, columns.target)
+    )
     check_columns(record, [prompts[0], *answers])
     # Columns after the first one are optional, and empty texts are left out.
     texts = [
@@ -300,11 +285,6 @@ def _alpaca_messages(record: Record, columns: FieldList) -> list[JsonObject]:
         {"role": "user", "content": prompt},
         {"role": ASSISTANT, "content": answer},
     ]
-
-
-def _columns_of(columns: FieldList, *, is_bracketed: bool) -> list[str]:
-    fields = columns.source if is_bracketed else columns.target
-    return [column for field in fields for column in cast(TextField, field).columns]
 
 
 def _system_messages(record: Record) -> list[JsonObject]:

@@ -61,15 +61,7 @@ Item = TypeVar("Item")
 
 
 def read_metadata(readme: Path | None, display_name: str = "") -> Mapping[str, object]:
-    """Return the metadata at the top of a dataset's README. It is empty without a README.
-
-    Args:
-        readme: The README.
-        display_name: Its name in errors. Default: its path.
-
-    Raises:
-        PrepError: The metadata is not YAML.
-    """
+    """Return the metadata at the top of a dataset's README, if there is one. Raise PrepError if it is not YAML."""
     from huggingface_hub.repocard import metadata_load
 
     if readme is not None:
@@ -81,11 +73,6 @@ def read_metadata(readme: Path | None, display_name: str = "") -> Mapping[str, o
         what = f"the metadata of {display_name or readme} is malformed"
         why = str(error).partition("\n")[0]
         raise PrepError(what, why, NAME_FILES_HINT) from error
-
-
-def is_dataset(metadata: Mapping[str, object]) -> bool:
-    """Return whether the metadata of a folder's README is of a dataset."""
-    return any(metadata.get(key) for key in DATASET_KEYS)
 
 
 def select_files(
@@ -154,7 +141,8 @@ def select_folder_files(
     Raises:
         UsageError: The dataset has no such configuration or split, or no default.
     """
-    if is_dataset(metadata) or selection.config is not None or selection.split is not None:
+    is_dataset = any(metadata.get(key) for key in DATASET_KEYS)
+    if is_dataset or selection.config is not None or selection.split is not None:
         return select_files(folder, names, metadata, selection, accepts=accepts)
     data = [name for name in names if accepts(name.rpartition("/")[2])]
     splits = splits_by_name(data)
@@ -172,10 +160,7 @@ def _choose_item(
     items = {name: item for name, item in items.items() if item}
     if wanted is None and len(items) == 1:
         return next(iter(items.values()))
-    if wanted is None:
-        name = default
-    else:
-        name = wanted
+    name = default if wanted is None else wanted
     if name in items:
         return items[name]
     if not items:
@@ -212,17 +197,14 @@ def _listed_configs(
     configs: dict[str, Splits] = {}
     for item in _readme_configs(metadata):
         folder = _scalar_text(item.get("data_dir") or "").strip("/")
+        inside = names
         if folder:
             inside = [name for name in names if name.startswith(f"{folder}/")]
-        else:
-            inside = names
         if item.get("data_files"):
-            configs[_scalar_text(item["config_name"])] = _listed_splits(
-                item["data_files"], inside, folder
-            )
+            splits = _listed_splits(item["data_files"], inside, folder)
         else:
-            data = [name for name in inside if _is_visible_data(name, accepts)]
-            configs[_scalar_text(item["config_name"])] = splits_by_name(data)
+            splits = splits_by_name([name for name in inside if _is_visible_data(name, accepts)])
+        configs[_scalar_text(item["config_name"])] = splits
     return configs
 
 
@@ -234,8 +216,7 @@ def _listed_splits(data_files: object, names: Sequence[str], folder: str) -> Spl
         entries = [data_files]
     splits: dict[str, list[str]] = {}
     for entry in entries:
-        is_table = isinstance(entry, dict)
-        if is_table:
+        if isinstance(entry, dict):
             split = entry.get("split")
             patterns = entry.get("path")
         else:
@@ -243,20 +224,15 @@ def _listed_splits(data_files: object, names: Sequence[str], folder: str) -> Spl
             patterns = entry
         files = splits.setdefault(_scalar_text(split), [])
         for pattern in patterns if isinstance(patterns, list) else [patterns]:
+            path = _scalar_text(pattern)
             if folder:
-                path = f"{folder}/{_scalar_text(pattern)}"
-            else:
-                path = _scalar_text(pattern)
+                path = f"{folder}/{path}"
             files += [name for name in names if matches(name, path) and name not in files]
     return splits
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether the path of a file, or of a folder above it, matches a glob. Only `**` spans folders.
-
-    The pattern comes from an untrusted file. The time is the product of both lengths. A regular expression with many
-    wildcards could take exponential time.
-    """
+    """Return whether the path of a file, or of a folder above it, matches a glob. Only `**` spans folders."""
     parts = WILDCARD_OR_CHARACTER.findall(pattern.strip("/"))
     positions = _skip_empty_wildcards({0}, parts)
     for character in name:
@@ -267,11 +243,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def _skip_empty_wildcards(positions: set[int], parts: Sequence[str]) -> set[int]:
-    """Return positions in a pattern, and the positions that follow if wildcards there match no character.
-
-    >>> _skip_empty_wildcards({0}, ["*", "a"])
-    {0, 1}
-    """
+    """Return positions in a pattern, and those that follow if wildcards match nothing: {0} of `*a` -> {0, 1}."""
     reached: set[int] = set()
     for start in positions:
         position = start
@@ -283,20 +255,11 @@ def _skip_empty_wildcards(positions: set[int], parts: Sequence[str]) -> set[int]
 
 
 def _advance_positions(positions: set[int], parts: Sequence[str], character: str) -> set[int]:
-    """Return the positions in a pattern after one more character.
-
-    ~i is the position inside of the wildcard `**/` at i, which ends with a slash.
-    """
+    """Return the positions after one more character. ~i is inside of `**/` at i, which ends with a slash."""
     reached: set[int] = set()
     for position in positions:
-        if position >= 0:
-            index = position
-        else:
-            index = ~position
-        if index < len(parts):
-            part = parts[index]
-        else:
-            part = ""
+        index = position if position >= 0 else ~position
+        part = parts[index] if index < len(parts) else ""
         if part == "**/":
             reached.add(~index)
             if character == "/":
@@ -327,14 +290,14 @@ def splits_by_name(names: Sequence[str]) -> Splits:
     """Return files by the split in their names. All belong to `train` if no name has one."""
     shards = [(name, match["split"]) for name in names if (match := SHARD.search(name))]
     splits: dict[str, list[str]] = {}
-    for name, split in shards or [(name, _split_word(name)) for name in names]:
+    if not shards:
+        for name in names:
+            words = (split for split, word in SPLIT_WORDS.items() if word.search(name))
+            shards.append((name, next(words, "")))
+    for name, split in shards:
         if split:
             splits.setdefault(split, []).append(name)
     return splits or ({DEFAULT_SPLIT: names} if names else {})
-
-
-def _split_word(name: str) -> str:
-    return next((split for split, word in SPLIT_WORDS.items() if word.search(name)), "")
 
 
 DICT_FILE = "dataset_dict.json"
@@ -361,10 +324,6 @@ def is_plain_folder(folder: Path) -> bool:
 def dataset_files(folder: Path, selection: Selection) -> list[Path] | None:
     """Return the Arrow files of a saved dataset in their order, or None for another folder.
 
-    Args:
-        folder: Any folder.
-        selection: Its split is one of a `DatasetDict`. None selects the only split, or `train`.
-
     Raises:
         PrepError: The dataset has no such split, or its list of files is invalid.
     """
@@ -375,21 +334,17 @@ def dataset_files(folder: Path, selection: Selection) -> list[Path] | None:
     state = folder / STATE_FILE
     if not state.is_file():
         return None
-    files = _read_value(state, "_data_files")
-    return [resolve_named_path(folder, _file_name(state, file), state) for file in files]
+    files: list[Path] = []
+    for file in _read_value(state, "_data_files"):
+        name = file.get("filename") if isinstance(file, dict) else None
+        if not isinstance(name, str) or Path(name).name != name:
+            raise _malformed_error(state, f"`_data_files` has {file!r:.60}")
+        files.append(resolve_named_path(folder, name, state))
+    return files
 
 
 def choose_split(name: str, splits: list[Any], selection: Selection) -> str:
-    """Return the split to read: the requested one, the only one, or `train`.
-
-    Args:
-        name: Name of the dataset, for error messages.
-        splits: Its splits.
-        selection: The requested split. None for the default.
-
-    Raises:
-        UsageError: There is no such split, or no default.
-    """
+    """Return the split to read: the requested one, the only one, or `train`. Raise UsageError if there is none."""
     split = selection.split
     names = [str(item) for item in splits]
     if split is None and len(names) == 1:
@@ -416,14 +371,6 @@ def _read_value(path: Path, key: str) -> list[Any]:
     if not isinstance(value, list):
         raise _malformed_error(path, f"`{key}` is not a list")
     return value
-
-
-def _file_name(state: Path, file: Any) -> str:
-    """Return the name of a data file in `state.json`."""
-    name = file.get("filename") if isinstance(file, dict) else None
-    if not isinstance(name, str) or Path(name).name != name:
-        raise _malformed_error(state, f"`_data_files` has {file!r:.60}")
-    return name
 
 
 def _malformed_error(path: Path, why: str) -> PrepError:

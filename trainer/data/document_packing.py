@@ -104,16 +104,7 @@ class DocumentRows:
         seq_length: int,
         n_tokens: int,
     ) -> None:
-        """Read an index of rows.
-
-        Args:
-            windows: The windows.
-            assignments: The rows of their pieces.
-            packing: The recipe's `data.packing`.
-            ends: Ends of the documents, in tokens.
-            seq_length: Length of a row in tokens.
-            n_tokens: Tokens of all documents.
-        """
+        """Read an index of rows. `ends` are the ends of the documents."""
         self._windows = windows
         self._row_ends = np.ascontiguousarray(windows["row_end"])
         self._assignments = assignments
@@ -289,13 +280,7 @@ def _cut_blocks(ends: Iterable[Int64Array], seq_length: int, max_pieces: int) ->
 
 
 def cut_range(ends: Int64Array, start: int, seq_length: int) -> Pieces:
-    """Cut the documents of a range of tokens into pieces.
-
-    Args:
-        ends: Ends of the documents in the range.
-        start: Start of the range, and of a piece.
-        seq_length: Length of a row in tokens.
-    """
+    """Cut the documents with some ends into pieces. The range begins with a piece, perhaps within a document."""
     starts = np.concatenate([[start], ends[:-1]])
     counts = -(-(ends - starts) // seq_length)
     # Number of each piece in its document, e.g. counts [1, 2] -> [0, 0, 1].
@@ -335,11 +320,7 @@ def number_rows(rows: npt.NDArray[np.integer[Any]]) -> Int64Array:
 
 
 def best_fit(lengths: npt.NDArray[np.int32], seq_length: int) -> Int64Array:
-    """Put each piece into the fullest row with enough room for it, or into a new row.
-
-    Args:
-        lengths: Lengths of the pieces, the longest first.
-        seq_length: Length of a row in tokens.
+    """Put each piece, the longest first, into the fullest row with enough room for it, or into a new row.
 
     Returns:
         The row of each piece. Rows are numbered by their longest pieces.

@@ -75,12 +75,7 @@ class RowsMeta:
 
 
 def make_rows(tokens: MappedTokens, packing: str) -> DocumentRows:
-    """Return the rows of a token store, made in memory.
-
-    Args:
-        tokens: The token store.
-        packing: The recipe's `data.packing`.
-    """
+    """Return the rows of a token store, made in memory."""
     buffers = {name: io.BytesIO() for name in DTYPES}
     _write_files(buffers, tokens, packing)
     arrays = {name: np.frombuffer(buffers[name].getvalue(), DTYPES[name]) for name in DTYPES}
@@ -114,18 +109,9 @@ def _document_rows(
 def stored_rows(
     store: Path, meta: StoreMeta, tokens: MappedTokens, packing: str, *, target: Path, note: Note
 ) -> DocumentRows:
-    """Return the stored rows of a token store. Compute missing or damaged ones.
+    """Return the stored rows of a token store. Compute missing or damaged ones in the folder `target`.
 
-    Several processes may do so at the same time. If the rows cannot be written, they are made in
-    memory.
-
-    Args:
-        store: Folder of the store.
-        meta: Its metadata.
-        tokens: The mapped store.
-        packing: The recipe's `data.packing`.
-        target: Folder for missing rows: the store, or a temporary folder.
-        note: Called with messages for the user.
+    Several processes may do so at the same time. If the rows cannot be written, they are made in memory.
     """
     identity = rows_identity(meta, packing, tokens.seq_length)
     try:
@@ -155,10 +141,7 @@ def open_rows(store: Path, meta: StoreMeta, tokens: MappedTokens, packing: str) 
 
 
 def rows_identity(meta: StoreMeta, packing: str, seq_length: int) -> str:
-    """Return the name of the folder of stored rows, a digest.
-
-    Rows with equal digests are equal: it covers the token store, the packing and the sequence length.
-    """
+    """Return the name of the folder of stored rows: a digest of the token store, the packing and the length."""
     inputs = {
         "version": ROWS_VERSION,
         "tokens": meta.identity,
@@ -173,12 +156,7 @@ def rows_identity(meta: StoreMeta, packing: str, seq_length: int) -> str:
 
 
 def read_rows(folder: Path, tokens: MappedTokens, *, checks_digests: bool = True) -> DocumentRows:
-    """Map stored rows into memory.
-
-    Args:
-        folder: The rows.
-        tokens: The token store.
-        checks_digests: Read all bytes to check the digests. False if another process has done so.
+    """Map stored rows into memory. Their digests are not checked if another process has done so.
 
     Raises:
         FileNotFoundError: There are no rows.

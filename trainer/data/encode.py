@@ -62,12 +62,9 @@ class ExampleBatch(NamedTuple):
 
 
 def batch_examples(examples: Iterable[tuple[int, Example]]) -> Iterator[ExampleBatch]:
-    """Group examples in order, up to ENCODE_BATCH_NBYTES of one shard per group.
+    """Group examples with their shards in order, up to ENCODE_BATCH_NBYTES of one shard per group.
 
     A larger one is a group by itself.
-
-    Args:
-        examples: The examples, each with its shard.
     """
     batch = ExampleBatch(0, [])
     nbytes = 0
@@ -88,15 +85,7 @@ def batch_examples(examples: Iterable[tuple[int, Example]]) -> Iterator[ExampleB
 
 
 def encode_batch(batch: Sequence[Example], tokenizer: TextTokenizer) -> EncodedBatch:
-    """Return the tokens of examples. The source of an example is a document before its target.
-
-    Args:
-        batch: The examples.
-        tokenizer: Tokenizer of their texts.
-
-    Raises:
-        PrepError: The tokenizer fails.
-    """
+    """Return the tokens of examples. The source of an example is a document before its target."""
     # One call of the library encodes all segments of the batch, and spreads them over the cores. Python
     # does constant work per segment, and NumPy the rest.
     segments: list[Segment] = []
@@ -196,17 +185,9 @@ BATCHES_AHEAD = 3
 def encode_batches(
     batches: Iterable[ExampleBatch], tokenizer: TextTokenizer
 ) -> Generator[tuple[ExampleBatch, EncodedBatch], None, None]:
-    """Yield batches of examples with their tokens, in order.
+    """Yield batches of examples with their tokens, in order. They are read in the calling thread.
 
-    Batches are read ahead by a constant number, so errors do not depend on the speed of the
-    threads.
-
-    Args:
-        batches: The batches. They are read in the calling thread.
-        tokenizer: Tokenizer of their texts.
-
-    Raises:
-        PrepError: The tokenizer fails.
+    Batches are read ahead by a constant number, so errors do not depend on the speed of the threads.
     """
     executor = ThreadPoolExecutor(ENCODE_THREADS, "encode")
     pending: deque[tuple[ExampleBatch, Future[EncodedBatch]]] = deque()

@@ -93,48 +93,42 @@ CUT_DOCUMENTS = "cut_documents"
 DROPPED_DOCUMENTS = "dropped_documents"
 
 
+CONVERSATIONS = ("conversation has", "conversations have")
+TURNS = ("turn of the assistant has", "turns of the assistant have")
+DOCUMENTS = ("document is", "documents are")
+# Name -> what it counts, one and several, and the rest of its note.
+IGNORED: Mapping[str, tuple[str, str, str]] = {
+    TOOLS: (*CONVERSATIONS, "`tools` that the chat template does not show"),
+    HIDDEN_REASONING: (
+        *TURNS,
+        'reasoning that the template leaves out: `data.chat_template = "training"` shows it',
+    ),
+    NO_LOSS: (*CONVERSATIONS, "no token with loss"),
+    EMPTY_TURN: (*TURNS, "no text, only the token that ends the turn has loss"),
+    CUT_DOCUMENTS: (*DOCUMENTS, "cut to the length of a sequence"),
+    DROPPED_DOCUMENTS: (*DOCUMENTS, "dropped, because of more tokens than a sequence"),
+    NO_STOP_TOKEN: (
+        *CONVERSATIONS,
+        "no loss on a token that ends a text: the model does not learn to stop",
+    ),
+}
+
+
 def lacks_stop_token(
     ids: TokenIds, weights: npt.NDArray[np.float32], stop_ids: Sequence[int]
 ) -> bool:
-    """Return whether tokens have loss, but none of them ends a text when a model generates.
-
-    Args:
-        ids: Tokens of a conversation [T].
-        weights: Their loss weights [T].
-        stop_ids: Tokens that end a text. Without any, nothing is lacking.
-    """
+    """Return whether tokens [T] have loss, but none of them ends a text when a model generates."""
     loss_ids = ids[weights > 0]
     return bool(len(stop_ids) and len(loss_ids) and not np.isin(loss_ids, stop_ids).any())
 
 
 def describe_ignored(counts: Mapping[str, int]) -> Iterator[str]:
     """Yield a line about each ignored part of a store."""
-    texts = {
-        TOOLS: "{} `tools` that the chat template does not show",
-        HIDDEN_REASONING: '{} reasoning that the template leaves out: `data.chat_template = "training"` shows it',
-        NO_LOSS: "{} no token with loss",
-        EMPTY_TURN: "{} no text, only the token that ends the turn has loss",
-        CUT_DOCUMENTS: "{} cut to the length of a sequence",
-        DROPPED_DOCUMENTS: "{} dropped, because of more tokens than a sequence",
-        NO_STOP_TOKEN: "{} no loss on a token that ends a text: the model does not learn to stop",
-    }
-    nouns = {
-        TOOLS: ("conversation has", "conversations have"),
-        HIDDEN_REASONING: ("turn of the assistant has", "turns of the assistant have"),
-        NO_LOSS: ("conversation has", "conversations have"),
-        EMPTY_TURN: ("turn of the assistant has", "turns of the assistant have"),
-        CUT_DOCUMENTS: ("document is", "documents are"),
-        DROPPED_DOCUMENTS: ("document is", "documents are"),
-        NO_STOP_TOKEN: ("conversation has", "conversations have"),
-    }
-    for name, line in texts.items():
+    for name, (singular, plural, line) in IGNORED.items():
         count = counts.get(name, 0)
         if count:
-            singular, plural = nouns[name]
-            noun = plural
-            if count == 1:
-                noun = singular
-            yield line.format(f"{count:,} {noun}")
+            noun = singular if count == 1 else plural
+            yield f"{count:,} {noun} {line}"
 
 
 # Part of the identity of stores of conversations. Raise it when they give other tokens or weights.

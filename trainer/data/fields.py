@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -39,37 +39,23 @@ FIELDS_COLUMN_HINT = Text(Key("data.fields_from_example", "COLUMN", is_override=
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a document. It turns each record into one segment.
-
-    Attributes:
-        weight: Loss weight of its tokens.
-        max_extra_token_id: Largest id from fields and settings, or -1. The tokenizer's ids may be
-            larger.
-        segment: Returns the segment of a record.
-    """
+    """A part of a document, with the loss weight of its tokens, and its largest id that is not the tokenizer's."""
 
     weight: int
     max_extra_token_id: int
+    # Returns the segment of a record.
     segment: Callable[[Record], Segment]
 
 
-def _text_part(columns: tuple[str, ...], separator: str, *, prefix: str, weight: int) -> _Part:
-    """Return the part for the joined texts of columns."""
-
-    def segment(record: Record) -> Segment:
-        texts = [text_value(record, column) for column in columns]
-        return Segment(prefix + separator.join(texts), weight)
-
-    return _Part(weight, -1, segment)
+def _text_segment(
+    record: Record, *, columns: tuple[str, ...], separator: str, prefix: str, weight: int
+) -> Segment:
+    texts = [text_value(record, column) for column in columns]
+    return Segment(prefix + separator.join(texts), weight)
 
 
-def _ids_part(column: str, vocab: int, weight: int) -> _Part:
-    """Return the part for a column of token ids. Ids must be less than `vocab`."""
-
-    def segment(record: Record) -> Segment:
-        return Segment(ids_value(record, column, vocab), weight)
-
-    return _Part(weight, vocab - 1, segment)
+def _ids_segment(record: Record, *, column: str, vocab: int, weight: int) -> Segment:
+    return Segment(ids_value(record, column, vocab), weight)
 
 
 def _tokens_part(token_ids: tuple[int, ...], weight: int) -> _Part:
@@ -133,12 +119,7 @@ def compile_list(fields: FieldList, settings: ExampleSettings, *, vocab: int) ->
             encoder, or its first field cannot follow `prepend_text`.
     """
     if not settings.has_encoder:
-        weighted: list[tuple[Field, int]] = []
-        for field, is_bracketed in fields.items:
-            weight = 1
-            if is_bracketed:
-                weight = 0
-            weighted.append((field, weight))
+        weighted = [(field, int(not is_bracketed)) for field, is_bracketed in fields.items]
         target = _compile_parts(weighted, settings, vocab=vocab, prefix=settings.prepend_text)
         return CompiledFields(target, None, fields.columns)
     if not fields.source:
@@ -167,14 +148,7 @@ def _join_texts(fields: tuple[Field, ...]) -> list[tuple[Field, int]]:
 def _compile_parts(
     weighted: list[tuple[Field, int]], settings: ExampleSettings, *, vocab: int, prefix: str = ""
 ) -> tuple[_Part, ...]:
-    """Return the parts of a document.
-
-    Args:
-        weighted: The fields with their loss weights.
-        settings: The tokens and texts to add.
-        vocab: Size of the model's vocabulary without padding.
-        prefix: Text put before the first field.
-    """
+    """Return the parts of fields with their loss weights. The prefix is a text put before the first field."""
     if prefix and not isinstance(weighted[0][0], TextField):
         raise FieldsError("its first field must be a text, which follows the text put before it")
     parts: list[_Part] = []
@@ -184,9 +158,17 @@ def _compile_parts(
     for field, weight in weighted:
         if isinstance(field, TextField):
             separator = settings.subfield_separator
-            parts.append(_text_part(field.columns, separator, prefix=prefix, weight=weight))
+            read = partial(
+                _text_segment,
+                columns=field.columns,
+                separator=separator,
+                prefix=prefix,
+                weight=weight,
+            )
+            parts.append(_Part(weight, -1, read))
         elif isinstance(field, TokenIdsField):
-            parts.append(_ids_part(field.column, vocab, weight))
+            read = partial(_ids_segment, column=field.column, vocab=vocab, weight=weight)
+            parts.append(_Part(weight, vocab - 1, read))
         else:
             parts.append(_tokens_part((_token_id(field, settings, vocab),), weight))
         # Only the first field has the prefix.
@@ -236,10 +218,6 @@ class ExampleBuilder(Protocol):
 def compile_fields(settings: ExampleSettings, *, vocab: int) -> ExampleBuilder:
     """Return a builder of examples for the settings.
 
-    Args:
-        settings: The settings.
-        vocab: Size of the model's vocabulary without padding.
-
     Raises:
         UsageError: The fields are not in the grammar, or name a token unknown to the model.
     """
@@ -256,19 +234,13 @@ def compile_fields(settings: ExampleSettings, *, vocab: int) -> ExampleBuilder:
         raise usage_error(what, str(error), FIELDS_HINT) from None
 
 
-@dataclass(frozen=True, slots=True)
 class _TextBuilder:
     """Builds examples of data without columns."""
 
-    settings: ExampleSettings
-
-    @property
-    def has_weights(self) -> bool:
-        return bool(self.settings.begin_ids())
-
-    @property
-    def max_extra_token_id(self) -> int:
-        return largest_added_id(self.settings)
+    def __init__(self, settings: ExampleSettings) -> None:
+        self.settings = settings
+        self.has_weights = bool(settings.begin_ids())
+        self.max_extra_token_id = largest_added_id(settings)
 
     def build(self, piece: DataPiece) -> Example:
         assert isinstance(piece, TextChunk)
@@ -285,20 +257,15 @@ class _TextBuilder:
         return Example(tuple(segments), piece.nbytes, ends_document=piece.ends_document)
 
 
-@dataclass(frozen=True, slots=True)
 class _RecordFieldsBuilder:
     """Builds examples of records with a column for their fields."""
 
-    settings: ExampleSettings
-    vocab: int
+    has_weights = True
 
-    @property
-    def has_weights(self) -> bool:
-        return True
-
-    @property
-    def max_extra_token_id(self) -> int:
-        return self.vocab - 1
+    def __init__(self, settings: ExampleSettings, vocab: int) -> None:
+        self.settings = settings
+        self.vocab = vocab
+        self.max_extra_token_id = vocab - 1
 
     def build(self, piece: DataPiece) -> Example:
         assert isinstance(piece, Record)

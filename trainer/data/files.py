@@ -53,16 +53,15 @@ class DataFile:
         An OSError in the block becomes a PrepError with the name of the file.
         """
         try:
-            with self._open_stream() as stream:
+            # A remote file is opened at its listed version.
+            if self.open_remote is not None:
+                stream = self.open_remote()
+            else:
+                stream = open_regular_file(Path(self.path), buffering=0)
+            with stream:
                 yield stream
         except OSError as error:
             raise io_error(self.path, error) from error
-
-    def _open_stream(self) -> BinaryIO:
-        """Open a remote file at its listed version, or a local file."""
-        if self.open_remote is not None:
-            return self.open_remote()
-        return open_regular_file(Path(self.path), buffering=0)
 
     def check_digest(self, digest: str) -> None:
         """Raise PrepError if a local file has changed since it was hashed."""
@@ -197,17 +196,17 @@ def file_stamps(files: Sequence[Path | DataFile]) -> list[Stamp]:
     Raises:
         PrepError: A file is missing.
     """
-    return [_stamp(file) for file in files]
-
-
-def _stamp(file: Path | DataFile) -> Stamp:
-    if isinstance(file, DataFile):
-        return str(file.path), file.nbytes, file.digest
-    try:
-        status = file.stat()
-    except OSError as error:
-        raise io_error(file, error) from error
-    return str(file.resolve()), status.st_size, status.st_mtime_ns
+    stamps: list[Stamp] = []
+    for file in files:
+        if isinstance(file, DataFile):
+            stamps.append((str(file.path), file.nbytes, file.digest))
+            continue
+        try:
+            status = file.stat()
+        except OSError as error:
+            raise io_error(file, error) from error
+        stamps.append((str(file.resolve()), status.st_size, status.st_mtime_ns))
+    return stamps
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,15 +223,7 @@ class DigestRecord:
 
 
 def write_record(cache: Path, key: str, stamps: Sequence[Stamp], record: DigestRecord) -> None:
-    """Write the record of files. A read-only cache gets no record.
-
-    Args:
-        cache: The cache.
-        key: Result of `paths_digest`.
-        stamps: Stamps of the files, taken before the files were read. A later change gives another
-            stamp.
-        record: The record.
-    """
+    """Write the record of files by stamps from before they were read. A read-only cache gets no record."""
     content = json.dumps({**asdict(record), "stamps": stamps}).encode()
     with suppress(OSError, PrepError):
         cache.mkdir(parents=True, exist_ok=True)
@@ -264,16 +255,8 @@ def share_digests(
 ) -> list[str]:
     """Return the digests of files, empty for empty ones. Several processes read different files.
 
-    The files are divided into parts. Each process begins with another part, records its digests in the cache, and reads
-    only parts without a record.
-
-    Args:
-        found: The files.
-        cache: The cache, shared by all processes.
-        key: Result of `paths_digest`.
-        stamps: Stamps of the files.
-        process: Index of this process, from 0.
-        of: Number of processes.
+    The files are divided into parts. Each process begins with another part, records its digests under `key` in the cache,
+    and reads only parts without a record.
     """
     bounds = [len(found) * part // HASH_PARTS for part in range(HASH_PARTS + 1)]
     first = process * HASH_PARTS // of
@@ -290,20 +273,17 @@ def share_digests(
             if whole is not None and whole.digests is not None:
                 return [*whole.digests]
         if record is None or record.digests is None:
-            record = DigestRecord("", [_digest_of(file) for file in found[items]])
+            part_digests: list[str] = []
+            for file in found[items]:
+                try:
+                    file = file if isinstance(file, DataFile) else hash_file(file)
+                    part_digests.append(file.digest)
+                except EmptyFileError:
+                    part_digests.append("")
+            record = DigestRecord("", part_digests)
             write_record(cache, name, stamps[items], record)
         digests[items] = record.digests or ()
     return digests
-
-
-def _digest_of(file: Path | DataFile) -> str:
-    """Return the digest of a file. Empty for an empty one."""
-    if isinstance(file, DataFile):
-        return file.digest
-    try:
-        return hash_file(file).digest
-    except EmptyFileError:
-        return ""
 
 
 def remove_shared_digests(cache: Path, key: str) -> None:
@@ -323,12 +303,7 @@ def path_of(file: Path | DataFile) -> str:
 def hash_files(
     found: Sequence[Path | DataFile], note: Note, digests: Sequence[str] = ()
 ) -> list[DataFile]:
-    """Return files with their digests. Empty ones are skipped with a note.
-
-    Args:
-        found: The files.
-        note: Called with messages for the user.
-        digests: Known digests of the files, if any. The files are not read then.
+    """Return files with their digests, which may be known. Empty ones are skipped with a note.
 
     Raises:
         PrepError: A file cannot be read, or all are empty.

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from prepcli.core.errors import Key, PrepError, Text, usage_error
 from prepcli.core.formatting import suggest
@@ -153,7 +153,12 @@ def _check_selection(paths: Sequence[str], selection: Selection) -> None:
         return
     on_hub = any(path.startswith(HUB_SCHEME) for path in paths)
     folders = [match for path in paths for match in _expand_glob(path) if match.is_dir()]
-    is_remote = on_hub or any(_names_bucket_folder(path) for path in paths)
+    is_remote = on_hub or any(
+        is_url(path)
+        and not GLOB_SIGNS.search(path)
+        and not _is_data_file(path.rpartition("/")[2], data_type="auto")
+        for path in paths
+    )
     has_splits = is_remote or any(not is_saved_part(folder) for folder in folders)
     has_configs = is_remote or any(is_plain_folder(folder) for folder in folders)
     parts = {
@@ -174,13 +179,6 @@ def _check_selection(paths: Sequence[str], selection: Selection) -> None:
             )
 
 
-def _names_bucket_folder(path: str) -> bool:
-    """Return whether a path may be a folder in a bucket: no glob, and no name of a data file."""
-    if not is_url(path) or GLOB_SIGNS.search(path):
-        return False
-    return not _is_data_file(path.rpartition("/")[2], data_type="auto")
-
-
 def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileType:
     """Return the type of data files: the recipe's, or the one of all their suffixes.
 
@@ -193,7 +191,7 @@ def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileT
     for file in files:
         name = str(file.path if isinstance(file, DataFile) else file)
         matching: list[FileType] = [
-            key for key, reader in READERS.items() if reader.matches_named_file(name)
+            key for key, reader in READERS.items() if reader.matches(name, is_named=True)
         ]
         if not matching:
             why = f"known suffixes: {', '.join(_folder_suffixes('auto'))}"
@@ -256,7 +254,7 @@ def _folder_files(
 
 def _is_data_file(name: str, *, data_type: DataType) -> bool:
     """Return whether a file of a folder has a suffix of a type. `auto` accepts every type."""
-    return any(reader.matches_folder_file(name) for reader in _readers_for_type(data_type))
+    return any(reader.matches(name) for reader in _readers_for_type(data_type))
 
 
 def _readers_for_type(data_type: DataType) -> Sequence[Reader]:
@@ -268,44 +266,41 @@ def _readers_for_type(data_type: DataType) -> Sequence[Reader]:
 
 def _walk_visible(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder. Hidden files and folders are skipped."""
-    for root, folders, names in os.walk(folder, onerror=_raise_io_error):
+
+    def fail(error: OSError) -> NoReturn:
+        raise io_error(Path(error.filename), error)
+
+    for root, folders, names in os.walk(folder, onerror=fail):
         # `os.walk` visits only the folders that remain in this list.
         folders[:] = (name for name in folders if not name.startswith("."))
         yield from (Path(root, name) for name in names if not name.startswith("."))
 
 
-def _raise_io_error(error: OSError) -> None:
-    raise io_error(Path(error.filename), error)
-
-
 def _folder_suffixes(data_type: DataType) -> list[str]:
     """Return the suffixes of data files of a type in a folder."""
-    suffixes: list[str] = []
-    for reader in _readers_for_type(data_type):
-        suffixes += reader.suffixes
-    return suffixes
+    return [suffix for reader in _readers_for_type(data_type) for suffix in reader.suffixes]
 
 
 def _no_data_error(path: str, data_type: DataType) -> PrepError:
+    """Return the error for a path without data.
+
+    Its hint is what a folder is read for, a file of a similar name, or a dataset.
+    """
+    what = f"no data in `{path}`"
     suffixes = ", ".join(f"*{suffix}" for suffix in _folder_suffixes(data_type))
-    why = f"looked for a file of that name, {suffixes} in a folder of that name, or matches of it as a glob"
     if os.path.isdir(path):
         names = sorted(file.name for file in _walk_visible(Path(path)))
         listing = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}" or "nothing"
-        why = f"looked for {suffixes}; found {listing}"
-    return PrepError(f"no data in `{path}`", why, _no_data_hint(path, suffixes, data_type))
-
-
-def _no_data_hint(path: str, suffixes: str, data_type: DataType) -> str:
-    """Return a hint for a path without data: what a folder is read for, a file of a similar name, or a dataset."""
-    if os.path.isdir(path):
-        return (
+        hint = (
             f"type `{data_type}` reads {suffixes} files of folders; give the path of any other file"
         )
+        return PrepError(what, f"looked for {suffixes}; found {listing}", hint)
+    why = f"looked for a file of that name, {suffixes} in a folder of that name, or matches of it as a glob"
     parent, name = os.path.split(path)
     neighbors = os.listdir(parent or ".") if os.path.isdir(parent or ".") else []
+    hint = "check the spelling; a relative path starts from the current folder"
     if suggestion := suggest(name, sorted(neighbors)):
-        return f"did you mean `{os.path.join(parent, suggestion)}`?"
-    if HUB_ID.fullmatch(path) and not neighbors:
-        return f"`{HUB_SCHEME}datasets/{path}` reads a dataset on the hub"
-    return "check the spelling; a relative path starts from the current folder"
+        hint = f"did you mean `{os.path.join(parent, suggestion)}`?"
+    elif HUB_ID.fullmatch(path) and not neighbors:
+        hint = f"`{HUB_SCHEME}datasets/{path}` reads a dataset on the hub"
+    return PrepError(what, why, hint)

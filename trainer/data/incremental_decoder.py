@@ -95,13 +95,7 @@ class StopFinder:
     def __init__(
         self, stop_texts: Sequence[str], tokenizer: TextTokenizer, preceding_ids: Sequence[int]
     ) -> None:
-        """Start before the first new token.
-
-        Args:
-            stop_texts: The texts, none of them empty.
-            tokenizer: Tokenizer of the tokens.
-            preceding_ids: Token ids of the prompt.
-        """
+        """Start before the first new token. The texts are not empty, and may begin in the prompt."""
         self.has_stopped = False
         codec = tokenizer.codec
         self._texts = tuple(stop_texts)

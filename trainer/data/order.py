@@ -270,13 +270,7 @@ class MixedOrder(RowOrder):
 
 
 def permute_epochs(positions: Int64Array, n_rows: int, seed: str | None) -> Int64Array:
-    """Return the rows at positions of a sequence of epochs, each with every row once.
-
-    Args:
-        positions: Positions from 0.
-        n_rows: Rows of an epoch.
-        seed: Seed of the permutation of each epoch. None for rows in the order of the data.
-    """
+    """Return the rows at positions of a sequence of epochs, each with every row once. No seed keeps their order."""
     epochs, rows = np.divmod(positions, n_rows)
     if seed is None:
         return rows

@@ -332,13 +332,7 @@ class DocumentDataset:
 def document_dataset(
     tokens: MappedTokens, packing: str, *, first_input: int | None = None
 ) -> DocumentDataset:
-    """Return the dataset of all rows of a token store.
-
-    Args:
-        tokens: The token store. If it has no rows, they are made in memory.
-        packing: The recipe's `data.packing`.
-        first_input: Input token at the start of each piece, instead of the stored one.
-    """
+    """Return the dataset of all rows of a token store. If it has no rows, they are made in memory."""
     rows = tokens.rows or make_rows(tokens, packing)
     return DocumentDataset(
         tokens, rows, packing == SEGMENTED, first_row=0, n_rows=rows.n_rows, first_input=first_input

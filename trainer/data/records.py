@@ -22,8 +22,6 @@ from trainer.data.fields import ExampleBuilder
 from trainer.data.files import DataFile, Note, changed_file_error, hash_file
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import (
-    DataPiece,
-    ErrorHandler,
     IdsChunk,
     ReadOptions,
     RecordLimitError,
@@ -107,12 +105,7 @@ class RecordSettings:
     def identity_inputs(
         self, data_type: DataType, without: Collection[IdentityChange]
     ) -> JsonObject:
-        """Return the inputs of the identity of a store of the records.
-
-        Args:
-            data_type: Type of the data files.
-            without: Changes that an earlier version did not have.
-        """
+        """Return the inputs of the identity of a store, without some changes since an earlier version."""
         inputs: JsonObject = {}
         if self.limit:
             inputs["max_examples"] = self.limit
@@ -187,14 +180,7 @@ class ShardLayout:
 def divide_files(
     files: Sequence[DataFile], file_type: FileType, *, min_nbytes: int, max_shards: int
 ) -> ShardLayout:
-    """Return the shards of data files.
-
-    Args:
-        files: The files. None is empty.
-        file_type: Their type.
-        min_nbytes: Minimum size of a range.
-        max_shards: Maximum number of ranges.
-    """
+    """Return the shards of data files: at most `max_shards` ranges of at least `min_nbytes`."""
     reader = READERS[file_type]
     starts = list(accumulate((file.nbytes for file in files), initial=0))
     range_nbytes = max(min_nbytes, -(-starts[-1] // max_shards))
@@ -313,7 +299,15 @@ class ShardReader:
                 errors.clear()
                 continue
             skip_errors(shard)
-            for example in _piece_examples(piece, self.builder, self.settings, on_error=on_error):
+            examples: Iterable[Example] = ()
+            if isinstance(piece, IdsChunk):
+                examples = _ids_examples(piece, self.settings)
+            else:
+                try:
+                    examples = (self.builder.build(piece),)
+                except PrepError as error:
+                    on_error(error)
+            for example in examples:
                 yield shard, example
             skip_errors(shard)
         if self.is_read.setdefault(shards[-1], is_missing(shards[-1])):
@@ -326,32 +320,10 @@ def _check_unchanged(file: DataFile) -> None:
         raise changed_file_error(file.path)
 
 
-def _piece_examples(
-    piece: DataPiece | IdsChunk,
-    builder: ExampleBuilder,
-    settings: RecordSettings,
-    *,
-    on_error: ErrorHandler,
-) -> Iterable[Example]:
-    """Return the examples of a record, text chunk or id chunk. A skipped invalid record has no example."""
-    if isinstance(piece, IdsChunk):
-        return _ids_examples(piece, settings)
-    try:
-        return (builder.build(piece),)
-    except PrepError as error:
-        on_error(error)
-        return ()
-
-
 def _ids_examples(chunk: IdsChunk, settings: RecordSettings) -> Iterator[Example]:
-    """Yield the documents in a chunk of token ids.
-
-    A document ends after each end-of-sequence token, unless the chunk says otherwise, and where the
-    chunk says so. E.g. with eos 2, ids [5, 2, 7, 8] -> [5, 2] and [7, 8].
-
-    Raises:
-        PrepError: An id is out of range.
-    """
+    """Yield the documents in a chunk of token ids. Raise PrepError if an id is out of range."""
+    # A document ends after each end-of-sequence token, unless the chunk says otherwise, and where the
+    # chunk says so. E.g. with eos 2, ids [5, 2, 7, 8] -> [5, 2] and [7, 8].
     ids = chunk.ids
     is_invalid = (ids < 0) | (ids >= settings.vocab)
     if is_invalid.any():

@@ -260,11 +260,6 @@ def replace_runs(ids: Int32Array, is_replaced: BoolArray, sentinels: Int32Array)
 def sentinel_ids(tokenizer: TextTokenizer, n_spans: int, vocab: int) -> Int32Array:
     """Return the ids of the sentinels `<extra_id_0>`, `<extra_id_1>` and so on of T5 tokenizers.
 
-    Args:
-        tokenizer: The tokenizer.
-        n_spans: Number of sentinels.
-        vocab: Vocabulary size of the model without padding.
-
     Raises:
         PrepError: The tokenizer lacks a sentinel, or one is not in the model's vocabulary.
     """

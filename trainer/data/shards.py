@@ -83,12 +83,7 @@ class ShardWriter:
     """
 
     def __init__(self, files: Mapping[str, HashingFile], dtype: str) -> None:
-        """Start a shard.
-
-        Args:
-            files: Its open files by name. WEIGHTS_FILE is one of them if the store has loss weights.
-            dtype: Dtype of the ids.
-        """
+        """Start a shard. WEIGHTS_FILE is one of its open files if the store has loss weights."""
         self._files = files
         self.dtype = dtype
         self.n_tokens = 0
@@ -163,14 +158,7 @@ class ShardWriter:
 def writing_shard(
     store: Path, shard: int, dtype: str, *, has_weights: bool = False, layout: str = ""
 ) -> Iterator[ShardWriter]:
-    """Write a shard. It is complete and on disk at the end of the block. An error removes it.
-
-    Args:
-        store: Folder of the store. Its name is the identity.
-        shard: Number of the shard.
-        dtype: Dtype of the ids.
-        has_weights: Whether the store has loss weights.
-        layout: Digest of the division of the data.
+    """Write a shard of a store. It is complete and on disk at the end of the block. An error removes it.
 
     Raises:
         PrepError: The shard cannot be written.
@@ -261,13 +249,7 @@ class StoreJob:
 def make_shards(
     job: StoreJob, share: Collection[int], *, progress: TokenizeProgress, note: Note
 ) -> None:
-    """Make the missing ones of some shards, in bounded memory.
-
-    Args:
-        job: The inputs of the store.
-        share: The shards.
-        progress: Called with the bytes and the tokens of the share: at the start, and after each batch.
-        note: Called with messages for the user.
+    """Make the missing ones of some shards, in bounded memory. Report the bytes and tokens of the share.
 
     Raises:
         PrepError: The data is invalid, the tokenizer fails, or a shard cannot be written.
@@ -371,10 +353,7 @@ def read_valid_meta(
 ) -> StoreMeta | None:
     """Return the metadata of a complete store with checked digests, or None if it is missing or damaged.
 
-    Args:
-        folder: The store.
-        note: Called with a message about damage.
-        reopens: Make a damaged store incomplete, and remove its damaged shards.
+    `reopens` makes a damaged store incomplete, and removes its damaged shards.
     """
     if not is_complete(folder):
         return None

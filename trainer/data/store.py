@@ -177,15 +177,7 @@ class StoreMeta:
 
 
 def join_shards(identity: str, shards: Mapping[str, ShardMeta]) -> StoreMeta:
-    """Return the metadata of a store.
-
-    Args:
-        identity: Its identity.
-        shards: All of its shards by folder name, in order.
-
-    Raises:
-        PrepError: They have too many different loss weights.
-    """
+    """Return the metadata of a store. Raise PrepError if its shards have too many different loss weights."""
     weights = dict.fromkeys(LOSS_WEIGHTS)
     for shard in shards.values():
         weights |= dict.fromkeys(shard.loss_weights)
@@ -290,9 +282,7 @@ def has_shard(folder: Path) -> bool:
 def read_meta(folder: Path, *, checks_digests: bool = True) -> StoreMeta:
     """Read the metadata of a complete store and check the sizes and digests of its files.
 
-    Args:
-        folder: The store.
-        checks_digests: Read all bytes to check the digests. False if another process has done so.
+    Digests are not checked if another process has done so.
 
     Raises:
         DamagedStoreError: The files differ from the metadata.

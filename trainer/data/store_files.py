@@ -86,11 +86,7 @@ def _rename(temporary: Path, folder: Path) -> None:
 
 
 def discard_folder(folder: Path) -> None:
-    """Remove a damaged folder. It loses its name at once. Another process may remove it too.
-
-    Raises:
-        PrepError: The folder cannot be renamed.
-    """
+    """Remove a damaged folder, which loses its name at once. Another process may remove it too."""
     removed = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}{PARTIAL_SUFFIX}")
     try:
         folder.rename(removed)
@@ -103,12 +99,7 @@ def discard_folder(folder: Path) -> None:
 
 
 def remove_abandoned(cache: Path, is_complete: Callable[[Path], bool]) -> None:
-    """Remove the incomplete stores of a cache without a write for a day, or for a month if they have shards.
-
-    Args:
-        cache: The folder of stores.
-        is_complete: Returns whether a folder is a complete store.
-    """
+    """Remove the incomplete stores of a cache without a write for a day, or for a month if they have shards."""
     for folder in [*cache.iterdir()]:
         with suppress(FileNotFoundError):
             if not STORE_NAME.fullmatch(folder.name) or not folder.is_dir() or is_complete(folder):
@@ -222,14 +213,10 @@ class JoinedArray:
 
     def __getitem__(self, items: slice, /) -> npt.NDArray[Any]:
         """Return consecutive items."""
-        return self._join(items, self._map_items)
+        return self.read(items, is_mapped=True)
 
-    def read(self, items: slice) -> npt.NDArray[Any]:
-        """Return consecutive items without a map. Its pages would count as memory of the process."""
-        return self._join(items, self._read_file)
-
-    def _join(self, items: slice, read: ReadItems) -> npt.NDArray[Any]:
-        """Return consecutive items of all files."""
+    def read(self, items: slice, *, is_mapped: bool = False) -> npt.NDArray[Any]:
+        """Return consecutive items, without a map by default: its pages would count as memory of the process."""
         low, high, step = items.indices(len(self))
         assert step == 1, items
         parts: list[npt.NDArray[Any]] = []
@@ -239,7 +226,12 @@ class JoinedArray:
             first = int(self._ends[index]) - file.n_items
             end = min(high - first, file.n_items)
             if low - first < end:
-                part = read(index, low - first, end)
+                if is_mapped:
+                    part = _map_file(file, self.dtype)[low - first : end]
+                else:
+                    offset = (low - first) * self.dtype.itemsize
+                    count = end - (low - first)
+                    part = np.fromfile(file.path, self.dtype, count, offset=offset)
                 if file.offset:
                     part = part + self.dtype.type(file.offset)
                 if file.codes is not None:
@@ -251,24 +243,9 @@ class JoinedArray:
             return parts[0]
         return np.concatenate([np.empty(0, self.dtype), *parts])
 
-    def _read_file(self, index: int, low: int, high: int) -> npt.NDArray[Any]:
-        offset = low * self.dtype.itemsize
-        return np.fromfile(self._files[index].path, self.dtype, high - low, offset=offset)
-
-    def _map_items(self, index: int, low: int, high: int) -> npt.NDArray[Any]:
-        return _map_file(self._files[index], self.dtype)[low:high]
-
 
 @lru_cache(MAX_MAPS)
 def _map_file(file: ArrayFile, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Map a file of one array. Another array maps its path anew, e.g. after a damaged shard was replaced."""
     # A plain array: each slice of a memmap creates another object of that class, which is slow.
     return np.asarray(np.memmap(file.path, dtype, "r", shape=(file.n_items,)))
-
-
-class ReadItems(Protocol):
-    """Function to read items of a file of a `JoinedArray`."""
-
-    def __call__(self, index: int, low: int, high: int, /) -> npt.NDArray[Any]:
-        """Return the items `low` to `high` of file `index`."""
-        ...

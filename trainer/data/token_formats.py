@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -59,23 +59,16 @@ def check_exportable(config: TokenizeConfig, file_format: ExportFormat) -> None:
         why = "the data has pairs of a source and a target, for a model with an encoder"
         hint = text("remove {}", Option("format"))
         raise PrepError(text("{} is not supported", Option("format", file_format)), why, hint)
-    checks: dict[ExportFormat, Callable[[TokenizeConfig], object]] = {
-        "megatron": _check_loss_weights,
-        "parquet": lambda config: _import_parquet(),
-    }
-    checks[file_format](config)
+    if file_format == "parquet":
+        _import_parquet()
+    elif compile_fields(config.examples, vocab=config.vocab).has_weights:
+        raise _loss_weights_error()
 
 
 def export_tokens(store: Path, meta: StoreMeta, target: Path, file_format: ExportFormat) -> Path:
     """Write the tokens of a store in another format. An output with the same tokens is kept.
 
-    Several processes may write the same output.
-
-    Args:
-        store: Folder of the store.
-        meta: Its metadata, with checked digests.
-        target: The output without its suffix.
-        file_format: Its format.
+    Several processes may write the same output. `target` has no suffix yet.
 
     Returns:
         The file to name in a recipe: `.idx` of a dataset, or `.parquet`.
@@ -84,21 +77,13 @@ def export_tokens(store: Path, meta: StoreMeta, target: Path, file_format: Expor
         PrepError: The format cannot store the tokens, other tokens are there already, or a file
             cannot be written.
     """
-    writers: dict[ExportFormat, Callable[[Path, StoreMeta, Path], Path]] = {
-        "megatron": _export_megatron,
-        "parquet": _export_parquet,
-    }
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise io_error(target.parent, error) from error
-    return writers[file_format](store, meta, target)
-
-
-def _check_loss_weights(config: TokenizeConfig) -> None:
-    """Raise PrepError if the tokens of a config have loss weights."""
-    if compile_fields(config.examples, vocab=config.vocab).has_weights:
-        raise _loss_weights_error()
+    if file_format == "megatron":
+        return _export_megatron(store, meta, target)
+    return _export_parquet(store, meta, target)
 
 
 def _export_megatron(store: Path, meta: StoreMeta, target: Path) -> Path:
@@ -121,21 +106,18 @@ def _export_megatron(store: Path, meta: StoreMeta, target: Path) -> Path:
         # Durable before the ids get their name: a full disk leaves both files, or none.
         file.flush()
         os.fsync(file.fileno())
-        _write_ids([store / name / TOKENS_FILE for name in meta.shards], ids_path(index))
+        sources = [store / name / TOKENS_FILE for name in meta.shards]
+        ids = ids_path(index)
+        try:
+            with _writing(ids), replacing_file(ids, overwrite=False) as copy:
+                for source in sources:
+                    with source.open("rb") as content:
+                        shutil.copyfileobj(content, copy)
+        except FileExistsError:
+            # An earlier call or another process wrote it.
+            if file_digest(ids) != files_digest(sources):
+                raise _other_tokens_error(ids) from None
     return index
-
-
-def _write_ids(sources: Sequence[Path], target: Path) -> None:
-    """Copy the ids of all shards to a new file. An equal one is kept."""
-    try:
-        with _writing(target), replacing_file(target, overwrite=False) as file:
-            for source in sources:
-                with source.open("rb") as content:
-                    shutil.copyfileobj(content, file)
-    except FileExistsError:
-        # An earlier call or another process wrote it.
-        if file_digest(target) != files_digest(sources):
-            raise _other_tokens_error(target) from None
 
 
 def _megatron_index(tokens: MappedTokens, dtype: str) -> Iterator[bytes]:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from prepcli.core.formatting import (
     MARK_END,
@@ -103,10 +102,8 @@ CONTEXT_TOKENS = 32
 def count_samples(tokens: MappedTokens, *, source_length: int, has_blocks: bool) -> SampleCounts:
     """Count the samples of a store, and their tokens.
 
-    Args:
-        tokens: The store.
-        source_length: Maximum tokens of a source. 0 without an encoder.
-        has_blocks: Whether documents are concatenated and cut into blocks. The rest of the last block is dropped.
+    With `has_blocks`, documents are concatenated and cut into blocks, and the rest of the last block is dropped. The
+    `source_length` is 0 without an encoder.
     """
     sums: Counter[str] = Counter()
     longest = start = 0
@@ -114,7 +111,11 @@ def count_samples(tokens: MappedTokens, *, source_length: int, has_blocks: bool)
         bounds = np.concatenate([[start], ends])
         start = int(ends[-1])
         lengths = np.diff(bounds)
-        loss_counts = _loss_counts(tokens, bounds)
+        loss_counts = lengths
+        if tokens.weight_codes is not None:
+            # Code 0 is a weight of 0.
+            positions = np.flatnonzero(tokens.weight_codes[int(bounds[0]) : int(bounds[-1])])
+            loss_counts = np.diff(np.searchsorted(positions, bounds - bounds[0]))
         longest = max(longest, int(lengths.max()))
         if source_length:
             sources = lengths[::2]
@@ -132,16 +133,6 @@ def count_samples(tokens: MappedTokens, *, source_length: int, has_blocks: bool)
     if has_blocks and not source_length:
         sums["dropped"] = tokens.n_tokens % tokens.seq_length
     return SampleCounts(tokens=tokens.n_tokens, longest=longest, **sums)
-
-
-def _loss_counts(tokens: MappedTokens, bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the number of tokens with loss of each document. `bounds` are the start of the first one and all ends."""
-    if tokens.weight_codes is None:
-        return np.diff(bounds)
-    low, high = int(bounds[0]), int(bounds[-1])
-    # Code 0 is a weight of 0.
-    positions = np.flatnonzero(tokens.weight_codes[low:high])
-    return np.diff(np.searchsorted(positions, bounds - low))
 
 
 def read_samples(
@@ -256,33 +247,25 @@ def counts_table(counts: Mapping[str, SampleCounts], width: int | None) -> str:
 
 def sample_title(name: str, number: int, sample: TokenSample) -> str:
     """Return e.g. `train 1: 57 tokens, 21 with loss, longer than a sequence`."""
-    title = f"{name} {number}: {count_text(sample.tokens, 'token')}, {loss_text(sample)}"
+    loss = f"{sample.loss_tokens:,}" if sample.loss_tokens else "none"
+    title = f"{name} {number}: {count_text(sample.tokens, 'token')}, {loss} with loss"
     if sample.is_cut:
         title += ", longer than a sequence"
     return title
 
 
-def loss_text(sample: TokenSample) -> str:
-    """Return the number of tokens with loss as text."""
-    if not sample.loss_tokens:
-        return "none with loss"
-    return f"{sample.loss_tokens:,} with loss"
-
-
 def sample_lines(sample: TokenSample, *, shows_ids: bool, width: int | None) -> Iterator[str]:
-    """Yield the text of a sample, and the ids of its tokens.
-
-    Args:
-        sample: The sample.
-        shows_ids: Also show the ids.
-        width: Characters of a line of ids, or None for as many as they need.
-    """
+    """Yield the text of a sample, and the ids of its tokens in lines of `width` characters."""
     for label, parts in sample_texts(sample):
         if label:
             yield f"{label}:"
         yield NEWLINE_AND_END.sub(rf"{NEWLINE}\1\n", marked_text(parts)).removesuffix("\n")
         if shows_ids:
-            yield wrap_line(f"ids: {_marked_ids(parts)}", width)
+            # With the marks of the text, e.g. `1 7 ⟦8 2⟧`.
+            ids: list[str] = []
+            for weight, group in weight_groups(parts):
+                ids.append(_marked_by_weight(" ".join(map(part_ids, group)), weight))
+            yield wrap_line(f"ids: {' '.join(ids)}", width)
 
 
 def sample_texts(sample: TokenSample) -> Iterator[tuple[str, Sequence[SamplePart]]]:
@@ -326,14 +309,6 @@ def part_ids(part: SamplePart) -> str:
     if part.omitted:
         return "…"
     return " ".join(map(str, part.ids))
-
-
-def _marked_ids(parts: Sequence[SamplePart]) -> str:
-    """Return the ids of a sample with the marks of its text, e.g. `1 7 ⟦8 2⟧`."""
-    pieces: list[str] = []
-    for weight, group in weight_groups(parts):
-        pieces.append(_marked_by_weight(" ".join(map(part_ids, group)), weight))
-    return " ".join(pieces)
 
 
 def _marked_by_weight(text: str, weight: float) -> str:

@@ -129,14 +129,7 @@ def tokenize_share(
 ) -> TokenizedShare:
     """Make the missing shards in a share of a store. The last process completes the store.
 
-    With a scratch folder, a missing store is made there.
-
-    Args:
-        config: Files, tokenizer and cache. The cache is shared by all processes.
-        process: Index of this process, from 0.
-        of: Number of processes.
-        progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
-        note: Called with messages for the user.
+    With a scratch folder, a missing store is made there. All processes share the cache.
 
     Raises:
         PrepError: The tokens cannot be made, or do not fit the model. See `tokenize_files`.
@@ -183,12 +176,6 @@ def read_inputs(config: TokenizeConfig, note: Note, process: int = 0, of: int = 
 
     Several processes trust digests recorded by other processes for files of the same sizes and times. The
     readers compare them.
-
-    Args:
-        config: Files, tokenizer and cache.
-        note: Called with messages for the user.
-        process: Index of this process, from 0.
-        of: Number of processes.
 
     Raises:
         PrepError: Files are missing, empty or invalid, or a resumed run began with other tokens.
@@ -262,12 +249,7 @@ def map_new_tokens(
 
 
 def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> MappedTokens:
-    """Return tokens in the cache, made or checked by another process.
-
-    Args:
-        config: Tokenizer and cache. The data files are not read.
-        identity: Identity of the tokens.
-        note: Called with messages for the user.
+    """Return tokens in the cache, made or checked by another process. The data files are not read.
 
     Raises:
         PrepError: The tokens are missing or cut off, or do not fit the model.

@@ -131,7 +131,13 @@ def find_config_files(
     Raises:
         PrepError: There are no files, or the config does not fit them.
     """
-    check_eos_id(config)
+    eos_id = config.examples.eos_id
+    if eos_id is not None and not 0 <= eos_id < config.vocab:
+        why = f"the vocabulary without padding has {config.vocab:,} tokens"
+        hint = (
+            "correct eos_token_id in the config.json of the source checkpoint, and convert it again"
+        )
+        raise PrepError(f"eos_token_id {eos_id:,} is out of range", why, hint)
     found = find_data_files(
         config.paths, config.type, config.selection, remote=config.remote, note=note
     )
@@ -149,20 +155,16 @@ def find_config_files(
         stop_texts = tuple(token for token in tokens if token)
         config = replace(config, examples=replace(config.examples, stop_texts=stop_texts))
     elif config.examples.add_bos is None:
-        config = _with_prefix(config, tokenizer, note)
+        # Documents begin as the tokenizer begins a text. The training data reports it.
+        examples = replace(config.examples, prefix_ids=tokenizer.prefix_ids())
+        begin_ids = examples.used_begin_ids
+        if begin_ids and not config.is_evaluation:
+            tokens = " ".join(tokenizer.codec.token(token) or str(token) for token in begin_ids)
+            note(
+                f"each document begins with {tokens}, as the tokenizer begins a text: `data.add_bos = false` omits it"
+            )
+        config = replace(config, examples=examples)
     return config, with_companions(found, file_type)
-
-
-def _with_prefix(config: TokenizeConfig, tokenizer: TextTokenizer, note: Note) -> TokenizeConfig:
-    """Return a config that begins documents as the tokenizer begins a text. The training data reports it."""
-    examples = replace(config.examples, prefix_ids=tokenizer.prefix_ids())
-    begin_ids = examples.used_begin_ids
-    if begin_ids and not config.is_evaluation:
-        tokens = " ".join(tokenizer.codec.token(token) or str(token) for token in begin_ids)
-        note(
-            f"each document begins with {tokens}, as the tokenizer begins a text: `data.add_bos = false` omits it"
-        )
-    return replace(config, examples=examples)
 
 
 def set_file_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig:
@@ -211,17 +213,6 @@ def check_unused_settings(config: TokenizeConfig, note: Note) -> None:
     note(f"token ids are stored as they are, without {keys}")
 
 
-def check_eos_id(config: TokenizeConfig) -> None:
-    """Raise PrepError if the end-of-sequence token is not in the vocabulary."""
-    eos_id = config.examples.eos_id
-    if eos_id is not None and not 0 <= eos_id < config.vocab:
-        why = f"the vocabulary without padding has {config.vocab:,} tokens"
-        hint = (
-            "correct eos_token_id in the config.json of the source checkpoint, and convert it again"
-        )
-        raise PrepError(f"eos_token_id {eos_id:,} is out of range", why, hint)
-
-
 def checked_identity(
     config: TokenizeConfig, files: Sequence[DataFile], tokenizer: TextTokenizer, note: Note
 ) -> str:
@@ -238,7 +229,12 @@ def checked_identity(
         return identity
 
     def identify(add_bos: bool | None, without: Collection[IdentityChange]) -> str:
-        begun = replace(config, examples=_examples_with_bos(config, files, tokenizer, add_bos))
+        prefix_ids: tuple[int, ...] = ()
+        has_ids = READERS[resolve_type(files, config.type)].has_ids
+        if config.examples.chat_template is None and not has_ids:
+            prefix_ids = tokenizer.prefix_ids()
+        examples = replace(config.examples, add_bos=add_bos, prefix_ids=prefix_ids)
+        begun = replace(config, examples=examples)
         return store_identity(begun, files, tokenizer.digest, without=without)
 
     add_bos = config.examples.add_bos
@@ -254,20 +250,6 @@ def checked_identity(
     raise recorded.change_error(identity, add_bos, cause, missing=missing)
 
 
-def _examples_with_bos(
-    config: TokenizeConfig,
-    files: Sequence[DataFile],
-    tokenizer: TextTokenizer,
-    add_bos: bool | None,
-) -> ExampleSettings:
-    """Return the settings of examples with another `data.add_bos`."""
-    prefix_ids: tuple[int, ...] = ()
-    has_ids = READERS[resolve_type(files, config.type)].has_ids
-    if config.examples.chat_template is None and not has_ids:
-        prefix_ids = tokenizer.prefix_ids()
-    return replace(config.examples, add_bos=add_bos, prefix_ids=prefix_ids)
-
-
 def store_identity(
     config: TokenizeConfig,
     files: Sequence[DataFile],
@@ -275,15 +257,9 @@ def store_identity(
     *,
     without: Collection[IdentityChange] = (),
 ) -> str:
-    """Return a digest of all inputs of the ids and weights.
+    """Return a digest of all inputs of the ids and weights, without some changes since an earlier version.
 
     File paths and `seq_length` are not among them.
-
-    Args:
-        config: Settings of the tokens.
-        files: The files with their digests.
-        tokenizer_digest: Digest of the tokenizer.
-        without: Changes that an earlier version did not have.
     """
     settings = config.examples
     fields = settings.fields if config.type in DEFAULT_FIELDS else None

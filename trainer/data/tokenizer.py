@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -68,7 +68,14 @@ def allows_cuts(tokenizer_json: bytes) -> bool:
     return (
         normalizer.get("type") in SAFE_NORMALIZERS
         and _splits_at_newlines(tokenizer.get("pre_tokenizer") or {})
-        and not any(map(_may_reach_over, tokenizer.get("added_tokens") or ()))
+        # An added token may depend on characters on both sides of a newline.
+        and not any(
+            token.get("lstrip")
+            or token.get("rstrip")
+            or token.get("single_word")
+            or "\n" in token["content"]
+            for token in tokenizer.get("added_tokens") or ()
+        )
     )
 
 
@@ -85,27 +92,15 @@ def _splits_at_newlines(pre_tokenizer: dict[str, Any]) -> bool:
     if not splits:
         # Missing in files of old versions, which always split by the expression of GPT-2.
         return byte_level.get("use_regex", True)
+    split = splits[0]
     return (
         len(splits) == 1
         and not byte_level.get("use_regex", True)
-        and _is_supported_split(splits[0])
-    )
-
-
-def _is_supported_split(split: dict[str, Any]) -> bool:
-    """Return whether a step splits by the expression of Llama 3 or Qwen 2."""
-    return (
-        split.get("type") == "Split"
+        and split.get("type") == "Split"
         and split.get("behavior") == "Isolated"
         and not split.get("invert")
         and split.get("pattern") in ({"Regex": LLAMA_3}, {"Regex": QWEN_2})
     )
-
-
-def _may_reach_over(token: dict[str, Any]) -> bool:
-    """Return whether an added token depends on characters on both sides of a newline."""
-    takes_spaces = token.get("lstrip") or token.get("rstrip") or token.get("single_word")
-    return bool(takes_spaces) or "\n" in token["content"]
 
 
 def cut_text(text: str) -> Iterator[str]:
@@ -182,43 +177,29 @@ class TextTokenizer:
         TOKENIZERS_PARALLELISM. A special token spelled out in a text becomes its id, except in a
         SentencePiece model.
 
-        Args:
-            texts: The texts.
-
-        Returns:
-            The ids of each text, uint32.
-
         Raises:
             PrepError: The tokenizer fails.
         """
         if not self.allows_cuts or all(len(text) <= PART_CHARS for text in texts):
             return self._encode_at_once(texts)
-        return [self._encode_in_parts(text) for text in texts]
+        encoded: list[TokenIds] = []
+        for text in texts:
+            # A long text takes the memory of a few of its parts. The first array is for one without tokens.
+            ids = [np.array([], np.uint32)]
+            parts = cut_text(text)
+            while group := list(itertools.islice(parts, PARTS_AT_ONCE)):
+                ids += self._encode_at_once(group)
+            encoded.append(np.concatenate(ids))
+        return encoded
 
     def _encode_at_once(self, texts: Sequence[str]) -> list[TokenIds]:
         with library_errors(f"{self.path} cannot encode the data", TOKENIZER_HINT):
             return self.codec.encode(texts)
 
-    def _encode_in_parts(self, text: str) -> TokenIds:
-        """Encode a long text with the memory of a few of its parts."""
-        # The first array is for a text without tokens.
-        ids = [np.array([], np.uint32)]
-        parts = cut_text(text)
-        while group := list(itertools.islice(parts, PARTS_AT_ONCE)):
-            ids += self._encode_at_once(group)
-        return np.concatenate(ids)
-
     def encode_with_offsets(
         self, texts: Sequence[str]
     ) -> list[tuple[TokenIds, npt.NDArray[np.int64]]]:
-        """Encode each text as `encode` does, and return where its tokens are.
-
-        Args:
-            texts: The texts.
-
-        Returns:
-            For each text its ids [T], uint32, and the start and end of each token in the text, in
-            characters [T, 2].
+        """Encode each text as `encode` does: its ids [T], and start and end of each token in characters [T, 2].
 
         Raises:
             PrepError: The tokenizer fails.
@@ -250,7 +231,11 @@ class TextTokenizer:
         added = self.encode_prompt("")
         if not added:
             return ()
-        for probe in self._probes():
+        # A letter, else a single token: one that the tokenizer does not add.
+        tokens = map(
+            self.decode, ([token_id] for token_id in range(min(self.max_id + 1, MAX_PROBES)))
+        )
+        for probe in itertools.chain([PROBE], filter(None, tokens)):
             (plain,) = self.encode([probe])
             # With the unknown token as `<s>`, `<s> a` is [0, 0], and the first 0 looks like the text.
             if not len(plain) or not {*added}.isdisjoint(plain.tolist()):
@@ -262,22 +247,10 @@ class TextTokenizer:
                     return tuple(ids[:start])
         return ()
 
-    def _probes(self) -> Iterator[str]:
-        """Yield texts to encode, until one has no token that the tokenizer adds: a letter, then single tokens."""
-        yield PROBE
-        for token_id in range(min(self.max_id + 1, MAX_PROBES)):
-            if text := self.decode([token_id]):
-                yield text
-
     def decode(self, ids: Sequence[int], preceding_ids: Sequence[int] = ()) -> str:
         """Decode ids to text, without special tokens.
 
-        Tokenizers strip a leading space. To keep it, the ids are decoded together with the
-        preceding ids.
-
-        Args:
-            ids: The ids.
-            preceding_ids: Ids that come before them, not part of the result.
+        Tokenizers strip a leading space. To keep it, the ids are decoded together with the preceding ids.
 
         Raises:
             PrepError: The tokenizer fails.
@@ -313,12 +286,7 @@ class TextTokenizer:
         raise PrepError(what, why, hint)
 
     def smaller_vocabulary_note(self, vocab_size: int) -> str | None:
-        """Return a note if the tokenizer has far fewer tokens than the model: it is probably that of another model.
-
-        Args:
-            vocab_size: Vocabulary size of the model without padding. Models of the hub have up to 2 % more rows than
-                their tokenizers have tokens.
-        """
+        """Return a note if the tokenizer has far fewer tokens than the model: it is probably that of another model."""
         if self.max_id + 1 >= vocab_size * LEAST_USED_VOCABULARY:
             return None
         return (
@@ -353,7 +321,11 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     if found.suffix == SENTENCEPIECE_SUFFIX:
         settings = read_settings(found.parent / SETTINGS_FILE)
         with library_errors(f"{found} is not a SentencePiece model", TOKENIZER_HINT):
-            codec = _load_sentencepiece(found, data, settings)
+            # The settings say which tokens are around a prompt.
+            class_name = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
+            adds_bos = bool(settings.get("add_bos_token", class_name in BEGINS_PROMPTS))
+            adds_eos = bool(settings.get("add_eos_token", class_name in ENDS_PROMPTS))
+            codec = load_sentencepiece(found, data, adds_bos=adds_bos, adds_eos=adds_eos)
             return TextTokenizer(found, xxhash.xxh3_128_hexdigest(data), codec.max_id, codec)
     with library_errors(f"{found} is not a valid tokenizer", TOKENIZER_HINT):
         codec = load_fast_tokenizer(found, data)
@@ -367,16 +339,6 @@ def load_tokenizer(path: Path) -> TextTokenizer:
             allows_cuts=allows_cuts(data),
             missing_tokens=missing_tokens,
         )
-
-
-def _load_sentencepiece(
-    file: Path, data: bytes, settings: Mapping[str, JsonValue]
-) -> LibraryTokenizer:
-    """Return a SentencePiece model. Its tokenizer_config.json sets the tokens around a prompt."""
-    class_name = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
-    adds_bos = bool(settings.get("add_bos_token", class_name in BEGINS_PROMPTS))
-    adds_eos = bool(settings.get("add_eos_token", class_name in ENDS_PROMPTS))
-    return load_sentencepiece(file, data, adds_bos=adds_bos, adds_eos=adds_eos)
 
 
 def _missing_tokens(file: Path, codec: LibraryTokenizer) -> tuple[str, ...]:
@@ -404,11 +366,7 @@ def _missing_tokens(file: Path, codec: LibraryTokenizer) -> tuple[str, ...]:
 
 
 def find_tokenizer(path: Path) -> Path | None:
-    """Return the file or folder that `load_tokenizer` reads for a path, or None.
-
-    Args:
-        path: A file, or a folder.
-    """
+    """Return the file or folder that `load_tokenizer` reads for a path, or None."""
     if not path.is_dir():
         if path.is_file():
             return path

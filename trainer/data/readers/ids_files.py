@@ -49,18 +49,12 @@ def _read_ids(file: DataFile, options: ReadOptions) -> Iterator[IdsChunk]:
     if str(file.path).endswith(".npy"):
         return read_stream(file, lambda stream: _parse_npy(file, stream))
     dtype = np.dtype(options.ids_dtype).newbyteorder("<")
-    return read_stream(
-        file, lambda stream: _read_chunks(file, stream, dtype, n_ids=_count_ids(file, dtype))
-    )
-
-
-def _count_ids(file: DataFile, dtype: np.dtype[Any]) -> int:
-    """Return the number of ids in a file without a header."""
-    if file.nbytes % dtype.itemsize:
+    n_ids, rest = divmod(file.nbytes, dtype.itemsize)
+    if rest:
         why = f"it has {count_text(file.nbytes, 'byte')}, and each {dtype.name} id has {dtype.itemsize}"
         hint = Text(Key("data.ids_dtype"), " sets the dtype")
         raise PrepError(f"{file.path} ends with an incomplete id", why, hint)
-    return file.nbytes // dtype.itemsize
+    return read_stream(file, lambda stream: _read_chunks(file.path, stream, dtype, n_ids=n_ids))
 
 
 def _parse_npy(file: DataFile, stream: BinaryIO) -> Iterator[IdsChunk]:
@@ -74,10 +68,10 @@ def _parse_npy(file: DataFile, stream: BinaryIO) -> Iterator[IdsChunk]:
         # An array of shape [N, 0] declares N rows without ids, for any N.
         return
     if len(shape) == 1:
-        yield from _read_chunks(file, stream, dtype, n_ids=shape[0])
+        yield from _read_chunks(file.path, stream, dtype, n_ids=shape[0])
     else:
         for row in range(shape[0]):
-            yield from _read_chunks(file, stream, dtype, n_ids=shape[1], first=row * shape[1])
+            yield from _read_chunks(file.path, stream, dtype, n_ids=shape[1], first=row * shape[1])
 
 
 def _read_npy_header(file: DataFile, stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -109,11 +103,7 @@ def _read_npy_header(file: DataFile, stream: BinaryIO) -> tuple[tuple[int, ...],
 
 
 def _read_npy_prefix(stream: BinaryIO) -> bytes:
-    """Read the bytes before the values: magic, version, length of the header, header.
-
-    Raises:
-        ValueError: The header is too long.
-    """
+    """Read magic, version and header of an array. Raise ValueError if the header is too long."""
     start = stream.read(MAGIC_NBYTES)
     # Version 1 stores the length of the header in 2 bytes, later versions in 4.
     length_nbytes = 2 if start[-2:-1] == b"\x01" else 4
@@ -127,23 +117,30 @@ def _read_npy_prefix(stream: BinaryIO) -> bytes:
 
 
 def _read_chunks(
-    file: DataFile, stream: BinaryIO, dtype: np.dtype[Any], *, n_ids: int, first: int = 0
+    path: Path | str,
+    stream: BinaryIO,
+    dtype: np.dtype[Any],
+    *,
+    n_ids: int,
+    first: int = 0,
+    why_short: str = "",
+    ends_at_eos: bool = True,
 ) -> Iterator[IdsChunk]:
-    """Yield ids in chunks. The last chunk ends a document."""
+    """Yield ids in chunks. The last chunk ends a document. No ids are one chunk."""
     chunk_ids = CHUNK_NBYTES // dtype.itemsize
-    for start in range(0, n_ids, chunk_ids):
+    for start in range(0, max(n_ids, 1), chunk_ids):
         count = min(chunk_ids, n_ids - start)
         data = stream.read(count * dtype.itemsize)
         if len(data) < count * dtype.itemsize:
-            raise PrepError(
-                f"{file.path} is cut short",
-                f"it should hold {count_text(n_ids, 'id')} and ends earlier",
-                "get the file again",
-            )
-        ids = np.frombuffer(data, dtype)
-        ends_document = start + count == n_ids
+            why = why_short or f"it should hold {count_text(n_ids, 'id')} and ends earlier"
+            raise PrepError(f"{path} is cut short", why, "get the file again")
         yield IdsChunk(
-            ids, str(file.path), first + start, nbytes=len(data), ends_document=ends_document
+            np.frombuffer(data, dtype),
+            str(path),
+            first + start,
+            nbytes=len(data),
+            ends_document=start + count == n_ids,
+            ends_at_eos=ends_at_eos,
         )
 
 
@@ -201,7 +198,8 @@ def ids_path(index: Path) -> Path:
 def _read_dataset(file: DataFile, options: ReadOptions) -> Iterator[IdsChunk]:
     """Yield the documents of an `.idx` file. A `.bin` file yields nothing, and only its digest is checked."""
     if str(file.path).endswith(IDS_SUFFIX):
-        return read_stream(file, _parse_nothing)
+        # Its digest is checked, and the documents are in the other file.
+        return read_stream(file, lambda stream: iter(()))
     if file.open_remote is not None:
         raise PrepError(
             f"cannot read {file.path}",
@@ -211,17 +209,8 @@ def _read_dataset(file: DataFile, options: ReadOptions) -> Iterator[IdsChunk]:
     return read_seekable(file, lambda stream: _read_documents(file, stream))
 
 
-def _parse_nothing(stream: BinaryIO) -> Iterator[IdsChunk]:
-    """Yield nothing: the documents of a stream of ids are in another file."""
-    yield from ()
-
-
 def _read_documents(file: DataFile, stream: BinaryIO) -> Iterator[IdsChunk]:
-    """Yield the ids of each document.
-
-    Raises:
-        PrepError: The index is malformed, or has only a part of the ids.
-    """
+    """Yield the ids of each document. Raise PrepError if the index is malformed, or lacks ids."""
     index = _read_index(file, stream)
     path = ids_path(Path(file.path))
     # End of the documents so far, in the `.bin` file
@@ -235,7 +224,16 @@ def _read_documents(file: DataFile, stream: BinaryIO) -> Iterator[IdsChunk]:
                 # one read here.
                 starts = edges[bounds - bounds[0]].tolist()
                 for start, end in itertools.pairwise(starts):
-                    yield from _read_document(path, ids, index.dtype, start=start, end=end)
+                    ids.seek(start)
+                    yield from _read_chunks(
+                        path,
+                        ids,
+                        index.dtype,
+                        n_ids=(end - start) // index.dtype.itemsize,
+                        first=start // index.dtype.itemsize,
+                        why_short=f"its index has ids up to byte {end:,}",
+                        ends_at_eos=False,
+                    )
             nbytes = ids.seek(0, os.SEEK_END)
     except OSError as error:
         raise io_error(path, error) from error
@@ -290,15 +288,7 @@ def _sequence_edges(
     *,
     first_byte: int,
 ) -> npt.NDArray[np.int64]:
-    """Return the first byte of each sequence of a block of documents, and the end of the last one.
-
-    Args:
-        file: The index.
-        stream: Its content.
-        index: Its header.
-        bounds: Bounds of the documents.
-        first_byte: End of the sequences before the block.
-    """
+    """Return the first byte of each sequence of a block of documents from `first_byte` on, and the end of the last."""
     first = int(bounds[0])
     count = int(bounds[-1]) - first
     lengths_at = INDEX_HEADER.size + first * LENGTH_DTYPE.itemsize
@@ -322,28 +312,6 @@ def _read_array(
     if len(data) < count * dtype.itemsize:
         raise changed_file_error(file.path)
     return np.frombuffer(data, dtype)
-
-
-def _read_document(
-    path: Path, stream: BinaryIO, dtype: np.dtype[Any], *, start: int, end: int
-) -> Iterator[IdsChunk]:
-    """Yield the ids of a document in chunks. The last chunk ends it."""
-    stream.seek(start)
-    # An empty document is one chunk without ids.
-    for low in range(start, max(end, start + 1), CHUNK_NBYTES):
-        high = min(low + CHUNK_NBYTES, end)
-        data = stream.read(high - low)
-        if len(data) < high - low:
-            why = f"its index has ids up to byte {end:,}"
-            raise PrepError(f"{path} is cut short", why, "get the file again")
-        yield IdsChunk(
-            np.frombuffer(data, dtype),
-            str(path),
-            low // dtype.itemsize,
-            nbytes=len(data),
-            ends_document=high == end,
-            ends_at_eos=False,
-        )
 
 
 def _malformed_error(file: DataFile, why: str) -> PrepError:

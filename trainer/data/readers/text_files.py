@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import count_text
@@ -50,12 +50,11 @@ CUT_PATTERNS = (
 )
 
 
-def _split_blocks(file: BinaryIO) -> Iterator[bytes]:
-    return iter(lambda: file.read(READ_NBYTES), b"")
-
-
 def _read_text(file: DataFile, options: ReadOptions) -> Iterator[TextChunk]:
-    return read_stream(file, lambda stream: split_text(file.path, _split_blocks(stream)))
+    def parse(stream: BinaryIO) -> Iterator[TextChunk]:
+        return split_text(file.path, iter(partial(stream.read, READ_NBYTES), b""))
+
+    return read_stream(file, parse)
 
 
 def split_text(path: Path | str, blocks: Iterable[bytes]) -> Iterator[TextChunk]:
@@ -126,15 +125,12 @@ def _read_rows(file: DataFile, options: ReadOptions) -> Iterator[Record]:
 
 
 def _parse_rows(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Iterator[Record]:
-    """Yield one record per valid row.
-
-    The bytes of the header, of blank and of invalid rows count for the next valid row, so that
-    `nbytes` of all records adds up to the size of the file.
-
-    Each line of an invalid row is reported.
-    """
+    """Yield one record per valid row. Report each line of an invalid row."""
+    # The bytes of the header, of blank and of invalid rows count for the next valid row, so that
+    # `nbytes` of all records adds up to the size of the file.
     lines = _Lines(file, stream, options.max_document_nbytes)
-    rows = csv.reader(lines, delimiter=_delimiter(file), strict=True)
+    is_tsv = split_compression(str(file.path))[0].endswith(".tsv")
+    rows = csv.reader(lines, delimiter="\t" if is_tsv else ",", strict=True)
     header: Sequence[str] = ()
     done_nbytes = 0
     while True:
@@ -142,11 +138,21 @@ def _parse_rows(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Itera
         place = f"{file.path}:{first}"
         values = None
         try:
-            row = _next_row(place, rows)
+            try:
+                row = next(rows, None)
+            except csv.Error as error:
+                raise _csv_error(place, str(error)) from error
             if row is None:
                 return
-            values = _row_values(place, header, row) if header and row else None
-            header = header or _check_header(place, row)
+            _check_encoding(place, row)
+            if not header:
+                _check_header(place, row)
+                header = row
+            elif row:
+                if len(row) != len(header):
+                    what = f"{place}: {count_text(len(row), 'field')}"
+                    raise PrepError(what, f"the header has {len(header)}", CSV_HINT)
+                values = dict(zip(header, row))
         except PrepError as error:
             if not header:
                 raise
@@ -162,19 +168,13 @@ def _parse_rows(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Itera
 
 
 class _Lines:
-    """Lines of a stream as text. Invalid UTF-8 becomes surrogates.
-
-    It is an iterator and not a generator, because iteration continues after the error of a row.
-
-    Attributes:
-        nbytes: Bytes of the lines so far.
-        number: Number of the lines so far.
-    """
+    """Lines of a stream as text. An iterator and no generator: iteration continues after the error of a row."""
 
     def __init__(self, file: DataFile, stream: BinaryIO, max_row_nbytes: int) -> None:
         self._file = file
         self._lines = read_lines(stream, max_row_nbytes)
         self._max_row_nbytes = max_row_nbytes
+        # Bytes and number of the lines so far.
         self.nbytes = 0
         self.number = 0
         self._row_start = 0
@@ -207,20 +207,6 @@ class _Lines:
         return text
 
 
-def _delimiter(file: DataFile) -> str:
-    return "\t" if split_compression(str(file.path))[0].endswith(".tsv") else ","
-
-
-def _next_row(place: str, rows: Iterator[list[str]]) -> list[str] | None:
-    """Return the next row, empty for a blank line. Return None at the end."""
-    try:
-        row = next(rows, None)
-    except csv.Error as error:
-        raise _csv_error(place, str(error)) from error
-    _check_encoding(place, row or ())
-    return row
-
-
 def _csv_error(place: str, why: str) -> PrepError:
     """Return the error for a row rejected by the csv module."""
     what = f"{place}: not CSV"
@@ -245,24 +231,14 @@ def _check_encoding(place: str, row: Sequence[str]) -> None:
             ) from None
 
 
-def _check_header(place: str, row: Sequence[str]) -> Sequence[str]:
-    """Return the names of the columns. Raise PrepError if two are equal."""
+def _check_header(place: str, row: Sequence[str]) -> None:
+    """Raise PrepError if two columns have one name."""
     names: set[str] = set()
     for name in row:
         if name in names:
             what = f"{place}: two columns are named `{name:.60}`"
             raise PrepError(what, "the first row has the names", "rename one of them")
         names.add(name)
-    return row
-
-
-def _row_values(place: str, header: Sequence[str], row: Sequence[str]) -> dict[str, str]:
-    """Return the fields of a row by column. Raise PrepError if their number is wrong."""
-    if len(row) != len(header):
-        raise PrepError(
-            f"{place}: {count_text(len(row), 'field')}", f"the header has {len(header)}", CSV_HINT
-        )
-    return dict(zip(header, row))
 
 
 CSV_READER = Reader((".csv", ".tsv"), _read_rows, is_compressible=True, is_divisible=True)
@@ -310,7 +286,7 @@ def read_elements(path: Path | str, blocks: Iterable[bytes], max_nbytes: int) ->
             element.add(block[start:position])
             start = position + 1
             end = offset + start
-            is_empty_list = scanner.is_at_end and not number and element.is_blank
+            is_empty_list = scanner.is_at_end and not number and element.is_blank()
             if not is_empty_list:
                 number += 1
                 yield element.line(end - done_nbytes)
@@ -328,14 +304,7 @@ def read_elements(path: Path | str, blocks: Iterable[bytes], max_nbytes: int) ->
 
 
 def _check_rest(path: Path | str, blocks: Iterable[bytes], offset: int, number: int) -> None:
-    """Raise PrepError if visible text follows the list.
-
-    Args:
-        path: The file, for error messages.
-        blocks: Its bytes after the list.
-        offset: Offset of these bytes in the file.
-        number: Number of the last element.
-    """
+    """Raise PrepError if visible text follows the list: bytes at an offset, after the last of `number` elements."""
     for block in blocks:
         visible = block.lstrip(BLANKS)
         if visible:
@@ -350,11 +319,7 @@ def _check_rest(path: Path | str, blocks: Iterable[bytes], offset: int, number: 
 
 
 class _Scanner:
-    """Finds where the elements of a list end, in consecutive blocks after its opening bracket.
-
-    Attributes:
-        is_at_end: Whether the list has ended.
-    """
+    """Finds where the elements of a list end, in consecutive blocks after its opening bracket."""
 
     def __init__(self) -> None:
         self.is_at_end = False
@@ -397,11 +362,7 @@ class _Scanner:
 
 
 class _Element:
-    """The text of an element so far. A text above the limit is not held.
-
-    Attributes:
-        start: Offset of the text in the file.
-    """
+    """The text of an element so far, from its start in the file. A text above the limit is not held."""
 
     def __init__(self, start: int, max_nbytes: int) -> None:
         self.start = start
@@ -409,9 +370,8 @@ class _Element:
         self._content = bytearray()
         self._is_too_long = False
 
-    @property
     def is_blank(self) -> bool:
-        """Whether the text has no visible character."""
+        """Return whether the text has no visible character."""
         return not self._is_too_long and not self._content.strip(BLANKS)
 
     def add(self, data: bytes) -> None:
@@ -436,27 +396,24 @@ ELEMENT_HINT = "fix or remove the record, or `data.bad_lines = N` skips up to N 
 
 
 def _read_json(file: DataFile, options: ReadOptions) -> Iterator[Record]:
-    return read_stream(file, lambda stream: _parse_json_file(file, stream, options))
-
-
-def _parse_json_file(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Iterator[Record]:
     """Yield one record per valid line, or per valid element of a list."""
-    head = stream.read(HEAD_NBYTES)
-    blocks = itertools.chain((head,), iter(partial(stream.read, FILE_READ_NBYTES), b""))
-    if starts_list(head):
-        elements = read_elements(file.path, blocks, options.max_document_nbytes)
-        return _parse_texts(f"{file.path}, record ", elements, options, is_list=True)
-    lines = read_lines(stream_blocks(blocks), options.max_document_nbytes)
-    return _parse_texts(f"{file.path}:", lines, options, is_list=False)
+
+    def parse(stream: BinaryIO) -> Iterator[Record]:
+        head = stream.read(HEAD_NBYTES)
+        blocks = itertools.chain((head,), iter(partial(stream.read, FILE_READ_NBYTES), b""))
+        if starts_list(head):
+            elements = read_elements(file.path, blocks, options.max_document_nbytes)
+            return _parse_texts(f"{file.path}, record ", elements, options, is_list=True)
+        lines = read_lines(stream_blocks(blocks), options.max_document_nbytes)
+        return _parse_texts(f"{file.path}:", lines, options, is_list=False)
+
+    return read_stream(file, parse)
 
 
 def _parse_texts(
     place_prefix: str, texts: Iterator[Line], options: ReadOptions, *, is_list: bool
 ) -> Iterator[Record]:
-    """Yield one record per valid text.
-
-    The bytes of blank lines and of invalid texts count for the next valid one.
-    """
+    """Yield one record per valid text. The bytes of blank and of invalid ones count for the next valid one."""
     hint = ELEMENT_HINT if is_list else JSON_LINES_HINT
     done_nbytes = 0
     skipped_nbytes = 0
@@ -484,30 +441,25 @@ def _parse_texts(
 
 
 def _parse_object(place: str, text: str, hint: str) -> JsonObject:
-    """Return a JSON object. Raise PrepError for another value."""
-    values = _parse_value(place, text, hint)
+    """Return a JSON object. Raise PrepError for another value, or for invalid JSON."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        # Python refuses a number of more than 4,300 digits (`sys.set_int_max_str_digits`).
+        why = str(error)
+        if isinstance(error, RecursionError):
+            why = "it is nested too deep"
+        elif isinstance(error, json.JSONDecodeError):
+            why = f"{error.msg} at character {error.pos + 1}"
+        # Blank lines are skipped, so this is an element of a list.
+        if not text:
+            why = "there is no value between two commas, or after the last comma"
+        raise PrepError(f"{place}: not JSON", why, hint) from None
     if not isinstance(values, dict):
         what = f"{place}: not an object but {json_type_name(values)}"
         why = "type `json` needs one object per line, or one list of objects"
         raise PrepError(what, why, ELEMENT_HINT)
     return values
-
-
-def _parse_value(place: str, text: str, hint: str) -> Any:
-    """Return a JSON value. Raise PrepError for invalid JSON."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        why = f"{error.msg} at character {error.pos + 1}"
-        # Blank lines are skipped, so this is an element of a list.
-        if not text:
-            why = "there is no value between two commas, or after the last comma"
-    except RecursionError:
-        why = "it is nested too deep"
-    except ValueError as error:
-        # Python refuses a number of more than 4,300 digits (`sys.set_int_max_str_digits`).
-        why = str(error)
-    raise PrepError(f"{place}: not JSON", why, hint)
 
 
 JSON_READER = Reader(
