@@ -255,8 +255,8 @@ def share_digests(
 ) -> list[str]:
     """Return the digests of files, empty for empty ones. Several processes read different files.
 
-    The files are divided into parts. Each process begins with another part, records its digests under `key` in the cache,
-    and reads only parts without a record.
+    The files are divided into parts. Each process begins with another part, records its digests under `key` in the
+    cache, and reads only parts without a record.
     """
     bounds = [len(found) * part // HASH_PARTS for part in range(HASH_PARTS + 1)]
     first = process * HASH_PARTS // of
