@@ -223,13 +223,7 @@ class PromptEncoder:
         template_args: Mapping[str, JsonValue] | None = None,
         now: datetime | None = None,
     ) -> None:
-        """Keep the tokenizer.
-
-        Args:
-            tokenizer: The tokenizer, whose folder has the chat template.
-            template_args: Further variables of the template.
-            now: The time that `strftime_now` of the template writes. None makes that an error.
-        """
+        """Keep the tokenizer, whose folder has the chat template, and variables and the time for the template."""
         self.tokenizer = tokenizer
         self._template_args = template_args
         self._now = now

@@ -57,13 +57,7 @@ class TemplateRenderer:
     def render(
         self, index: int, conversation: bytes, add_generation_prompt: bool, max_chars: int
     ) -> str:
-        """Render a conversation.
-
-        Args:
-            index: Index of the template.
-            conversation: Its messages and its tools, as JSON.
-            add_generation_prompt: End with the text that starts a turn of the assistant.
-            max_chars: Maximum characters of the text.
+        """Render a conversation as JSON with one of the templates, to at most `max_chars` characters.
 
         Raises:
             Exception: The template fails. It may raise any error.

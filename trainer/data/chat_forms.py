@@ -83,11 +83,6 @@ class MessageForms:
     ) -> Conversation:
         """Return a conversation as the template takes it.
 
-        Args:
-            messages: Its messages.
-            tools: Schemas of its tools. None without any.
-            place: File and line, for error messages.
-
         Raises:
             PrepError: The calls of tools are invalid, a content is no text, or a text has characters that are none.
         """

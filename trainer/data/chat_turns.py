@@ -66,39 +66,16 @@ class Mark:
 FoundMark: TypeAlias = tuple[int, Mark]
 
 
-@dataclass(frozen=True, slots=True)
-class MarkedText:
-    """A rendered text without its marks, and where they were.
-
-    Attributes:
-        text: The text.
-        found: The first place of each mark that the template copied, in order.
-    """
-
-    text: str
-    found: tuple[FoundMark, ...]
-
-
 class MessageMarker:
     """Puts marks into messages, and finds them again in rendered texts."""
 
     def __init__(self) -> None:
-        self._marks: list[Mark] = []
-
-    @property
-    def marks(self) -> tuple[Mark, ...]:
-        """All marks so far."""
-        return tuple(self._marks)
+        self.marks: list[Mark] = []
 
     def mark_messages(
         self, messages: Sequence[JsonObject], roles: frozenset[str] | None
     ) -> list[JsonObject]:
-        """Return messages with marks at both ends of each part.
-
-        Args:
-            messages: The messages of a conversation.
-            roles: Roles of the messages to mark. None for all.
-        """
+        """Return messages with marks at both ends of each part, of some roles or of all."""
         marked: list[JsonObject] = []
         for index, message in enumerate(messages):
             if roles is None or message["role"] in roles:
@@ -106,7 +83,7 @@ class MessageMarker:
             marked.append(message)
         return marked
 
-    def find(self, rendered: str) -> MarkedText:
+    def find(self, rendered: str) -> tuple[str, list[FoundMark]]:
         """Return a rendered text without its marks, and the first place of each."""
         parts: list[str] = []
         found: dict[int, int] = {}
@@ -120,8 +97,7 @@ class MessageMarker:
             else:
                 parts.append(piece)
                 length += len(piece)
-        places = tuple((place, self._marks[number]) for number, place in found.items())
-        return MarkedText("".join(parts), places)
+        return "".join(parts), [(place, self.marks[number]) for number, place in found.items()]
 
     def _mark_message(self, index: int, message: JsonObject) -> JsonObject:
         changed: JsonObject = dict(message)
@@ -203,8 +179,8 @@ class MessageMarker:
         return f"{text[:start]}{first}{core}{last}{tail}"
 
     def _add(self, mark: Mark) -> str:
-        self._marks.append(mark)
-        digits = f"{len(self._marks) - 1:x}"
+        self.marks.append(mark)
+        digits = f"{len(self.marks) - 1:x}"
         number = "".join(chr(FIRST_DIGIT + int(digit, 16)) for digit in digits)
         return f"{MARK_START}{number}{MARK_END}"
 
@@ -286,12 +262,7 @@ class TurnFinder:
     def find(
         self, conversation: Conversation, rendered: str, indices: Iterable[int]
     ) -> dict[int, Turn]:
-        """Return the turns of messages, by their index.
-
-        Args:
-            conversation: The conversation.
-            rendered: Its text, as the template renders it.
-            indices: The messages.
+        """Return the turns of messages in the text of a conversation, by their index.
 
         Raises:
             PrepError: The text does not show a message, or the place of its turn is not clear.
@@ -306,11 +277,6 @@ class TurnFinder:
         """Return how many of some messages have reasoning that the text does not show.
 
         It is 0 for a template that renders other texts when the messages have marks.
-
-        Args:
-            conversation: The conversation.
-            rendered: Its text, as the template renders it.
-            indices: The messages.
 
         Raises:
             PrepError: The text does not show the content or a tool call of one of them.
@@ -333,7 +299,12 @@ class TurnFinder:
             PrepError: The template fails, or the place of a turn is not clear.
         """
         self._start_count(conversation)
-        self._check_joined_work(conversation)
+        # Checked before the first rendering. A turn has two renderings with all messages before it, one
+        # without and one with marks.
+        sizes = [MESSAGE_WORK + len(json.dumps(message)) for message in conversation.messages]
+        until = [*itertools.accumulate(sizes)]
+        if 2 * sum(until[index] for index in conversation.assistant_indices) > self._work_left:
+            raise _too_long_error(conversation)
         pieces: list[str] = []
         turns: dict[int, Turn] = {}
         length = 0
@@ -367,14 +338,6 @@ class TurnFinder:
             raise _too_long_error(conversation)
         return rendered
 
-    def _check_joined_work(self, conversation: Conversation) -> None:
-        """Raise PrepError before the first rendering if those of all turns are too much work."""
-        # A turn has two renderings with all messages before it, one without and one with marks.
-        sizes = [MESSAGE_WORK + len(json.dumps(message)) for message in conversation.messages]
-        until = [*itertools.accumulate(sizes)]
-        if 2 * sum(until[index] for index in conversation.assistant_indices) > self._work_left:
-            raise _too_long_error(conversation)
-
     def _view(self, conversation: Conversation, rendered: str) -> _View:
         """Return the marks of a rendered text."""
         view = self._matching_view(conversation, rendered)
@@ -405,8 +368,8 @@ class TurnFinder:
     def _marked_view(self, conversation: Conversation, roles: frozenset[str] | None) -> _View:
         marker = MessageMarker()
         marked = replace(conversation, messages=marker.mark_messages(conversation.messages, roles))
-        found = marker.find(self._render(marked))
-        return _View(conversation, found, marker.marks, roles)
+        text_, found = marker.find(self._render(marked))
+        return _View(conversation, text_, found, marker.marks, roles)
 
     def _turn(self, view: _View, index: int) -> Turn:
         """Return the turn of a message."""
@@ -500,15 +463,16 @@ class _View:
     def __init__(
         self,
         conversation: Conversation,
-        marked: MarkedText,
-        made: tuple[Mark, ...],
+        text: str,
+        found: Iterable[FoundMark],
+        made: Iterable[Mark],
         roles: frozenset[str] | None,
     ) -> None:
         self.conversation = conversation
-        self.text = marked.text
+        self.text = text
         self.roles = roles
         self._found: dict[int, list[FoundMark]] = {}
-        for place, mark in marked.found:
+        for place, mark in found:
             self._found.setdefault(mark.message, []).append((place, mark))
         self._made: dict[int, Counter[MessagePart]] = {}
         for mark in made:
@@ -572,7 +536,7 @@ def _with_reasoning(view: _View, turn: Turn) -> tuple[_View, Turn]:
         first -= 1
     inserted = reasoning + answer
     changed_text = view.text[:first] + inserted + view.text[last:]
-    changed = _View(view.conversation, MarkedText(changed_text, ()), (), view.roles)
+    changed = _View(view.conversation, changed_text, (), (), view.roles)
     end = turn.end + len(inserted) - (last - first)
     return changed, Turn(turn.start, end, first + len(reasoning))
 

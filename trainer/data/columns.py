@@ -85,13 +85,10 @@ class Shape:
 
 
 def find_shapes(values: Mapping[str, object]) -> list[Shape]:
-    """Return the shapes that the columns of a record fit. More than one is an ambiguity.
+    """Return the shapes that the columns of a record fit. Null is no value. More than one shape is an ambiguity.
 
     >>> find_shapes({"question": "1+1?", "answer": "2"})
     [Shape(format='question_answer', fields='[question], answer')]
-
-    Args:
-        values: Columns of the record. Null is no value.
     """
     columns = {name: value for name, value in values.items() if value is not None}
     shapes: list[Shape] = []
@@ -124,10 +121,6 @@ def columns_hint(values: Mapping[str, object], default: Text) -> Text:
 
     >>> columns_hint({"article": "a", "summary": "b"}, Text("?")) == "`--set data.fields='[article], summary'`"
     True
-
-    Args:
-        values: Columns of the record.
-        default: Hint for other columns.
     """
     shapes = find_shapes(values)
     prompt = _first(OTHER_PROMPTS, values)

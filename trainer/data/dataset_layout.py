@@ -316,11 +316,6 @@ def is_saved_part(folder: Path) -> bool:
     return (folder / STATE_FILE).is_file() and not is_dataset_dict(folder)
 
 
-def is_plain_folder(folder: Path) -> bool:
-    """Return whether a folder was not saved by `datasets`."""
-    return not is_dataset_dict(folder) and not is_saved_part(folder)
-
-
 def dataset_files(folder: Path, selection: Selection) -> list[Path] | None:
     """Return the Arrow files of a saved dataset in their order, or None for another folder.
 

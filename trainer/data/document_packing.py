@@ -194,13 +194,8 @@ def write_rows(
 ) -> RowCounts:
     """Write the index of all rows. Each token is in one row.
 
-    Args:
-        windows: File of the windows.
-        assignments: File of the assignments.
-        blocks: Returns the ends of the documents, in tokens, in blocks of any size.
-        seq_length: Length of a row in tokens.
-        packing: The recipe's `data.packing`: documents are packed, or each one has rows of its own.
-        window: Number of consecutive pieces to pack together.
+    `blocks` returns the ends of the documents, in blocks of any size. It is called twice. `window` is the number of
+    consecutive pieces to pack together.
     """
     counts = RowCounts()
     entries: list[npt.NDArray[np.void]] = []

@@ -155,12 +155,9 @@ def _encode_segments(
 def span_weights(
     offsets: npt.NDArray[np.int64], spans: Sequence[LossSpan]
 ) -> npt.NDArray[np.float32]:
-    """Return the loss weight of each token of a text.
+    """Return the loss weight of each token with the offsets [T, 2] in characters.
 
-    Args:
-        offsets: Start and end of each token in the text, in characters [T, 2].
-        spans: The parts of the text with loss. Overlapping tokens have their weight, and all tokens
-            between the first and the last of them.
+    Tokens that overlap a span have its weight, and all tokens between the first and the last of them.
     """
     weights = np.zeros(len(offsets), np.float32)
     starts = offsets[:, 0]

@@ -183,11 +183,7 @@ class ExampleSettings:
     subfield_separator: str = " "
 
     def begin_ids(self, first: Field | None = None) -> tuple[int, ...]:
-        """Return the tokens put before each document.
-
-        Args:
-            first: First field of the document. None for a document without fields, which is a text.
-        """
+        """Return the tokens put before each document with this first field. A document without fields is a text."""
         if self.add_bos is None:
             if first is None or isinstance(first, TextField):
                 return self.prefix_ids
@@ -205,13 +201,9 @@ class ExampleSettings:
         return None if self.add_eos is False else self.eos_id
 
     def identity_inputs(self, without: Collection[IdentityChange] = ()) -> JsonObject:
-        """Return the inputs of a store's identity except `fields` and `end_id`.
+        """Return the inputs of a store's identity except `fields` and `end_id`, without some changes.
 
-        Default values are not included, so the settings of version 0.1 still give the same
-        identity.
-
-        Args:
-            without: Changes that an earlier version did not have.
+        Default values are not included, so the settings of version 0.1 still give the same identity.
         """
         inputs: JsonObject = {
             "prefix": self.source_prefix,

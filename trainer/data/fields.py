@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -39,30 +38,30 @@ FIELDS_COLUMN_HINT = Text(Key("data.fields_from_example", "COLUMN", is_override=
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a document, with the loss weight of its tokens, and its largest id that is not the tokenizer's."""
+    """A part of a document: the texts of columns, a column of token ids, or the same tokens for every record."""
 
+    content: TextField | TokenIdsField | Segment
     weight: int
-    max_extra_token_id: int
-    # Returns the segment of a record.
-    segment: Callable[[Record], Segment]
+    vocab: int
+    separator: str = ""
+    prefix: str = ""
 
+    @property
+    def max_extra_token_id(self) -> int:
+        """Largest id that is not the tokenizer's, or -1."""
+        if isinstance(self.content, Segment):
+            assert not isinstance(self.content.content, str)
+            return int(self.content.content.max())
+        return -1 if isinstance(self.content, TextField) else self.vocab - 1
 
-def _text_segment(
-    record: Record, *, columns: tuple[str, ...], separator: str, prefix: str, weight: int
-) -> Segment:
-    texts = [text_value(record, column) for column in columns]
-    return Segment(prefix + separator.join(texts), weight)
-
-
-def _ids_segment(record: Record, *, column: str, vocab: int, weight: int) -> Segment:
-    return Segment(ids_value(record, column, vocab), weight)
-
-
-def _tokens_part(token_ids: tuple[int, ...], weight: int) -> _Part:
-    """Return a part with the same tokens for every record."""
-    # One segment serves all records: no code changes the ids of a segment.
-    constant = Segment(np.array(token_ids, np.uint32), weight)
-    return _Part(weight, max(token_ids), lambda record: constant)
+    def segment(self, record: Record) -> Segment:
+        """Return the segment of a record. One serves all records if the tokens are constant."""
+        if isinstance(self.content, Segment):
+            return self.content
+        if isinstance(self.content, TokenIdsField):
+            return Segment(ids_value(record, self.content.column, self.vocab), self.weight)
+        texts = [text_value(record, column) for column in self.content.columns]
+        return Segment(self.prefix + self.separator.join(texts), self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +103,10 @@ class CompiledFields:
 
 
 def compile_list(fields: FieldList, settings: ExampleSettings, *, vocab: int) -> CompiledFields:
-    """Turn a list of fields into functions from a record to the segments of its source and target.
+    """Turn a list of fields into the parts of its source and target.
 
     E.g. without an encoder, "[question], answer" has a part of weight 0 and a part of weight 1.
     With an encoder, the part in brackets is the source.
-
-    Args:
-        fields: The fields.
-        settings: Whether the model has an encoder, its special tokens, and the texts to add.
-        vocab: Size of the model's vocabulary without padding.
 
     Raises:
         FieldsError: The model does not have a token of the list, the list has no source for the
@@ -135,9 +129,7 @@ def _join_texts(fields: tuple[Field, ...]) -> list[tuple[Field, int]]:
     """Join adjacent text fields, to tokenize them as one text. All fields have weight 1."""
     joined: list[tuple[Field, int]] = []
     for field in fields:
-        before: Field | None = None
-        if joined:
-            before = joined[-1][0]
+        before = joined[-1][0] if joined else None
         if isinstance(field, TextField) and isinstance(before, TextField):
             joined[-1] = TextField((*before.columns, *field.columns)), 1
         else:
@@ -152,29 +144,21 @@ def _compile_parts(
     if prefix and not isinstance(weighted[0][0], TextField):
         raise FieldsError("its first field must be a text, which follows the text put before it")
     parts: list[_Part] = []
-    begin_ids = settings.begin_ids(weighted[0][0])
-    if begin_ids:
-        parts.append(_tokens_part(begin_ids, 0))
+
+    def add_tokens(ids: tuple[int, ...], weight: int) -> None:
+        parts.append(_Part(Segment(np.array(ids, np.uint32), weight), weight, vocab))
+
+    if begin_ids := settings.begin_ids(weighted[0][0]):
+        add_tokens(begin_ids, 0)
     for field, weight in weighted:
-        if isinstance(field, TextField):
-            separator = settings.subfield_separator
-            read = partial(
-                _text_segment,
-                columns=field.columns,
-                separator=separator,
-                prefix=prefix,
-                weight=weight,
-            )
-            parts.append(_Part(weight, -1, read))
-        elif isinstance(field, TokenIdsField):
-            read = partial(_ids_segment, column=field.column, vocab=vocab, weight=weight)
-            parts.append(_Part(weight, vocab - 1, read))
+        if isinstance(field, TokenField):
+            add_tokens((_token_id(field, settings, vocab),), weight)
         else:
-            parts.append(_tokens_part((_token_id(field, settings, vocab),), weight))
+            parts.append(_Part(field, weight, vocab, settings.subfield_separator, prefix))
         # Only the first field has the prefix.
         prefix = ""
     if settings.end_id is not None:
-        parts.append(_tokens_part((settings.end_id,), 1))
+        add_tokens((settings.end_id,), 1)
     return tuple(parts)
 
 

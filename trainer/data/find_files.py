@@ -18,7 +18,7 @@ from trainer.data.dataset_layout import (
     WHOLE,
     Selection,
     dataset_files,
-    is_plain_folder,
+    is_dataset_dict,
     is_saved_part,
     read_metadata,
     select_folder_files,
@@ -160,7 +160,9 @@ def _check_selection(paths: Sequence[str], selection: Selection) -> None:
         for path in paths
     )
     has_splits = is_remote or any(not is_saved_part(folder) for folder in folders)
-    has_configs = is_remote or any(is_plain_folder(folder) for folder in folders)
+    has_configs = is_remote or any(
+        not is_dataset_dict(folder) and not is_saved_part(folder) for folder in folders
+    )
     parts = {
         "config": (selection.config, has_configs),
         selection.split_key: (selection.split, has_splits),

@@ -29,13 +29,7 @@ class IncrementalDecoder:
         token: Callable[[int], str | None],
         preceding_ids: Sequence[int] = (),
     ) -> None:
-        """Start a text.
-
-        Args:
-            decode: Decodes token ids.
-            token: Returns the spelling of a token, or None for an unknown id.
-            preceding_ids: Ids before the text, not part of it.
-        """
+        """Start a text after some ids. `token` returns the spelling of a token, or None for an unknown id."""
         self._decode = decode
         self._token = token
         self._ids = list(preceding_ids)

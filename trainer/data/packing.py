@@ -81,11 +81,7 @@ def fill_batch(
 ) -> Arrays:
     """Return a batch of rows, as `Dataset.get_batch` does.
 
-    Args:
-        dataset: The dataset.
-        rows: Indices of rows. -1 is padding.
-        fill_row: Writes the row of an index and an epoch into its arrays, which are zeros.
-        epochs: Epoch of each row. None for epoch 0.
+    `fill_row` writes the row of an index and an epoch into its arrays, which are zeros.
 
     Raises:
         IndexError: A row is out of range.
@@ -164,11 +160,7 @@ class PackedDataset:
         return packed_columns(self.seq_length)
 
     def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
-        """Return a batch of blocks.
-
-        Args:
-            rows: Indices of B blocks. -1 is padding.
-            epochs: Unused: blocks are the same in every epoch.
+        """Return a batch of blocks, which are the same in every epoch.
 
         Returns:
             `tokens`, int32 [B, seq_length], `targets`, int32 [B, seq_length]: the next token, 0
@@ -303,11 +295,7 @@ class DocumentDataset:
         return document_columns(self.seq_length, has_segments=self.has_segments)
 
     def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
-        """Return a batch of rows.
-
-        Args:
-            rows: Indices of B rows. -1 is padding.
-            epochs: Unused: rows are the same in every epoch.
+        """Return a batch of rows, which are the same in every epoch.
 
         Returns:
             `tokens`, int32 [B, seq_length], `targets`, int32 [B, seq_length]: the next token of the
@@ -427,8 +415,6 @@ def split_holdout(dataset: DatasetT, holdout: float) -> tuple[DatasetT, DatasetT
             "set another `data.holdout`, or `data.eval_path`",
         )
     n_train = n_rows - n_held_out
-    return _slice_rows(dataset, 0, n_train), _slice_rows(dataset, n_train, n_held_out)
-
-
-def _slice_rows(dataset: Any, start: int, n_rows: int) -> Any:
-    return dataclasses.replace(dataset, first_row=dataset.first_row + start, n_rows=n_rows)
+    rows: Any = dataset
+    evaluation = dataclasses.replace(rows, first_row=rows.first_row + n_train, n_rows=n_held_out)
+    return dataclasses.replace(rows, n_rows=n_train), evaluation

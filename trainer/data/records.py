@@ -49,13 +49,7 @@ class BadLines:
     """
 
     def __init__(self, limit: int, note: Note, *, count: int = 0) -> None:
-        """Create a handler.
-
-        Args:
-            limit: Maximum number of invalid records.
-            note: Called with messages for the user.
-            count: Invalid records of an earlier run.
-        """
+        """Create a handler, perhaps with the invalid records of an earlier run."""
         self._limit = limit
         self._note = note
         self.count = count
@@ -231,9 +225,6 @@ class ShardReader:
 
     def read(self, is_missing: Callable[[int], bool]) -> Iterator[tuple[int, Example]]:
         """Yield the examples of missing shards, each with its shard.
-
-        Args:
-            is_missing: Returns whether a shard is missing.
 
         Raises:
             PrepError: A file is invalid, cannot be read, or changed since it was hashed, or more

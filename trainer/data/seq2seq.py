@@ -53,11 +53,7 @@ class Seq2SeqDataset:
         return seq2seq_columns(self.source_length, self.seq_length)
 
     def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
-        """Return a batch of pairs.
-
-        Args:
-            rows: Indices of B pairs. -1 is padding.
-            epochs: Unused: pairs are the same in every epoch.
+        """Return a batch of pairs, which are the same in every epoch.
 
         Returns:
             `source`, int32 [B, source_length], `present`, bool [B, source_length]: True where
@@ -186,15 +182,7 @@ class SpanCorruptionDataset:
         return seq2seq_columns(self.source_length, self.seq_length)
 
     def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
-        """Return a batch of pairs.
-
-        Args:
-            rows: Indices of B blocks. -1 is padding.
-            epochs: Epoch of each row. Each epoch has other spans. None for epoch 0.
-
-        Returns:
-            The columns of a `Seq2SeqDataset`.
-        """
+        """Return a batch of pairs with the columns of a `Seq2SeqDataset`. Each epoch has other spans."""
         return fill_batch(self, rows, self._fill_row, epochs)
 
     def _fill_row(self, arrays: Arrays, row: int, epoch: int) -> None:
@@ -215,7 +203,7 @@ class SpanCorruptionDataset:
 
 
 def noise_mask(sizes: SpanSizes, name: str) -> BoolArray:
-    """Return whether each token of a block is noise, bool [block_length].
+    """Return whether each token of a block is noise, bool [block_length], with random lengths of a seed `name`.
 
     A block begins with a run of kept tokens, then spans of noise and kept runs alternate. E.g. kept
     runs [2, 1] and spans [1, 2] -> [0, 0, 1, 0, 1, 1].
@@ -223,10 +211,6 @@ def noise_mask(sizes: SpanSizes, name: str) -> BoolArray:
     Spans and the runs between them have random lengths of at least 1, as in
     `random_spans_noise_mask` in t5/data/preprocessors.py of
     google-research/text-to-text-transfer-transformer.
-
-    Args:
-        sizes: Numbers of tokens, noise tokens and spans of the block.
-        name: Seed of the random lengths.
     """
     n_kept = sizes.block_length - sizes.n_noise
     kept_lengths = _split_randomly(n_kept, sizes.n_spans, f"others {name}")

@@ -100,13 +100,10 @@ class ShardWriter:
         *,
         ends: npt.ArrayLike = (),
     ) -> None:
-        """Append ids. The first ones continue the current document.
+        """Append ids with their loss weights. The first ones continue the current document.
 
-        Args:
-            ids: The ids.
-            weights: Loss weight of each as a target, 0 to 1. None if all are 1.
-            ends: End of each complete document in `ids`. E.g. ids [5, 2, 7] with the ends [2] complete a
-                document, and begin the next one.
+        `ends` are the ends of complete documents in `ids`. E.g. ids [5, 2, 7] with the ends [2] complete a
+        document, and begin the next one.
 
         Raises:
             PrepError: The shard has too many different loss weights.

@@ -45,9 +45,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
     An error or an interruption removes the temporary folder. A kill leaves it, and a later process removes it
     with the next complete folder of the name.
 
-    Args:
-        folder: The folder. Its parent is created.
-
     Raises:
         OSError: It cannot be written.
     """
@@ -197,12 +194,7 @@ class JoinedArray:
     """
 
     def __init__(self, files: Sequence[ArrayFile], dtype: np.dtype[Any]) -> None:
-        """Join files.
-
-        Args:
-            files: The files in order.
-            dtype: Dtype of the items on disk.
-        """
+        """Join files in order."""
         self.dtype = dtype
         self._files = files
         self._ends = np.cumsum([file.n_items for file in files], dtype=np.int64)

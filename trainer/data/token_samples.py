@@ -143,14 +143,9 @@ def read_samples(
     source_length: int = 0,
     max_tokens: int = MAX_SAMPLE_TOKENS,
 ) -> Iterator[TokenSample]:
-    """Yield the first samples of a store.
+    """Yield the first samples of a store. Without an encoder the `source_length` is 0.
 
-    Args:
-        tokens: The store.
-        tokenizer: Tokenizer of the store.
-        n_samples: Number of samples.
-        source_length: Maximum tokens of a source. 0 without an encoder.
-        max_tokens: Tokens of a text to decode. The middle of a longer one is left out.
+    The middle of a text of more than `max_tokens` tokens is left out.
 
     Raises:
         PrepError: The tokenizer cannot decode the tokens.

@@ -14,7 +14,7 @@ from prepcli.core.formatting import count_text
 from trainer.data import shards
 from trainer.data.document_rows import open_rows, stored_rows
 from trainer.data.examples import CUT_DOCUMENTS, DROPPED_DOCUMENTS, describe_ignored
-from trainer.data.fields import ExampleBuilder, compile_fields
+from trainer.data.fields import compile_fields
 from trainer.data.files import (
     DataFile,
     DigestRecord,
@@ -214,6 +214,10 @@ def store_job(inputs: DataInputs) -> StoreJob:
     layout = divide_files(
         inputs.files, file_type, min_nbytes=shards.SHARD_NBYTES, max_shards=max_shards
     )
+    # The dtype is fixed before the first id is known, so it holds every possible id.
+    max_id = max(inputs.tokenizer.max_id, builder.max_extra_token_id)
+    if READERS[file_type].has_ids:
+        max_id = max(max_id, config.vocab - 1)
     return StoreJob(
         folder,
         inputs.files,
@@ -222,7 +226,7 @@ def store_job(inputs: DataInputs) -> StoreJob:
         inputs.tokenizer,
         settings,
         config.overlong_rule,
-        ids_dtype(config, inputs.tokenizer, builder),
+        dtype_for(max_id),
         layout,
     )
 
@@ -285,14 +289,6 @@ def _map_token_store(
     for line in describe_ignored(meta.ignored):
         note(line)
     return tokens
-
-
-def ids_dtype(config: TokenizeConfig, tokenizer: TextTokenizer, builder: ExampleBuilder) -> str:
-    """Return the dtype of a store. It is fixed before the first id is known, so it holds every possible id."""
-    max_id = max(tokenizer.max_id, builder.max_extra_token_id)
-    if READERS[resolve_type((), config.type)].has_ids:
-        max_id = max(max_id, config.vocab - 1)
-    return dtype_for(max_id)
 
 
 def _dataset_summary(tokens: MappedTokens, config: TokenizeConfig) -> str:

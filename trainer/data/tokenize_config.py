@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -299,12 +299,8 @@ def record_settings(config: TokenizeConfig) -> RecordSettings:
 def record_key(config: TokenizeConfig, tokenizer: TextTokenizer) -> str:
     """Return the key of the record of a config's tokens."""
     settings = store_identity(config, (), tokenizer.digest)
-    return paths_digest(config.paths, config.selection, settings)
-
-
-def paths_digest(paths: Sequence[str], selection: Selection, settings: str) -> str:
-    """Return a digest of the paths of a dataset and of settings, without the content of the files."""
-    inputs = [paths, selection.config, selection.split, selection.revision, settings]
+    part = config.selection
+    inputs = [config.paths, part.config, part.split, part.revision, settings]
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
 
 
@@ -359,27 +355,21 @@ class RecordedTokens:
     def find_cause(self, add_bos: bool | None, identify: Identify) -> TokenCause | None:
         """Return why the run began with other tokens than those of a store. None if that is unknown.
 
-        Args:
-            add_bos: The `data.add_bos` of the store.
-            identify: Computes the identity as earlier versions and settings had it.
+        `identify` computes the identity as earlier versions and settings had it.
         """
-        for then, changes in _candidates(dict.fromkeys((add_bos, self.add_bos))):
-            identity = identify(then, changes)
-            if identity in self.identities:
-                return TokenCause(identity, then, changes)
+        # The simplest causes come first.
+        for n_changes in range(len(IdentityChange) + 1):
+            for changes in itertools.combinations(IdentityChange, n_changes):
+                for then in dict.fromkeys((add_bos, self.add_bos)):
+                    identity = identify(then, changes)
+                    if identity in self.identities:
+                        return TokenCause(identity, then, changes)
         return None
 
     def change_error(
         self, identity: str, add_bos: bool | None, cause: TokenCause | None, *, missing: Path | None
     ) -> PrepError:
-        """Return the error for a store that is none of these.
-
-        Args:
-            identity: Identity of the store.
-            add_bos: The `data.add_bos` of the store.
-            cause: Why it is another one.
-            missing: Folder of the store of the cause. None if it is in the cache.
-        """
+        """Return the error for a store that is none of these. `missing` is the folder of the cause, if it is lost."""
         restart = restart_hint()
         if cause is None:
             why = f"{' '.join(self.identities)}, now {identity}"
@@ -398,16 +388,6 @@ class RecordedTokens:
             causes.append(f"{missing} is missing or damaged")
             hint = text("the earlier version finishes the run; {}", restart)
         return PrepError(CHANGED_DATA, ", and ".join(causes), hint)
-
-
-def _candidates(
-    begins: Collection[bool | None],
-) -> Iterator[tuple[bool | None, tuple[IdentityChange, ...]]]:
-    """Yield the settings and changes that may be the cause, the simplest ones first."""
-    for n_changes in range(len(IdentityChange) + 1):
-        for changes in itertools.combinations(IdentityChange, n_changes):
-            for add_bos in begins:
-                yield add_bos, changes
 
 
 def restart_hint() -> str:

@@ -255,13 +255,19 @@ def values_nbytes(array: Array[Any]) -> int:
         # An extension type.
         return values_nbytes(array.storage)
     if types.is_dictionary(kind):
-        return pointers + len(array) * _largest_value_nbytes(array.dictionary)
+        # Each element can refer to the largest value.
+        dictionary = array.dictionary
+        if _is_text_or_bytes(dictionary.type):
+            return pointers + len(array) * int(_text_lengths(dictionary).max(initial=0))
+        return pointers + len(array) * values_nbytes(dictionary)
     if _is_text_or_bytes(kind):
         return pointers + int(_text_lengths(array).sum())
     if types.is_struct(kind):
         return pointers + sum(values_nbytes(child) for child in array.flatten())
     if types.is_map(kind):
-        return pointers + values_nbytes(_list_of_map(array))
+        # The entries as structs, without those outside of its slice.
+        entry = pyarrow.struct([kind.key_field, kind.item_field])
+        return pointers + values_nbytes(array.cast(pyarrow.list_(entry)).flatten())
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return pointers + values_nbytes(array.flatten())
     if types.is_nested(kind) or types.is_run_end_encoded(kind):
@@ -292,16 +298,3 @@ def _text_lengths(array: Array[Any]) -> npt.NDArray[np.int64]:
     views = np.frombuffer(array.buffers()[1] or b"", "<i4").reshape(-1, 4)
     lengths = views[array.offset : array.offset + len(array), 0].astype(np.int64)
     return np.where(array.is_valid().to_numpy(zero_copy_only=False), lengths, 0)
-
-
-def _largest_value_nbytes(dictionary: Array[Any]) -> int:
-    """Return an upper bound for the bytes of any value in a dictionary."""
-    if _is_text_or_bytes(dictionary.type):
-        return int(_text_lengths(dictionary).max(initial=0))
-    return values_nbytes(dictionary)
-
-
-def _list_of_map(array: Array[Any]) -> Array[Any]:
-    """Return the entries of a map array as structs, without the entries outside of its slice."""
-    kind = array.type
-    return array.cast(pyarrow.list_(pyarrow.struct([kind.key_field, kind.item_field]))).flatten()
