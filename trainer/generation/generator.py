@@ -144,10 +144,8 @@ class Generator:
         limited = replace(generation_config, max_new_tokens=min(max_new_tokens, num_slots))
         check_prompts(prompts, sources, model=self.model, generation_config=limited)
         slots = _round_up(max(min_slots, *map(len, prompts)), SLOT_MULTIPLE)
-        rows = _round_up(
-            max(min_rows, len(prompts)), self.forward_config.sharding.data_parallel_size
-        )
         sharding = self.forward_config.sharding
+        rows = _round_up(max(min_rows, len(prompts)), sharding.data_parallel_size)
         batch = _make_prompt_batch(prompts, slots, rows, num_slots, first_row)
         batch = _replicate_arrays(batch, sharding)
         if sources is not None:
