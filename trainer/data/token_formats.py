@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -59,10 +59,11 @@ def check_exportable(config: TokenizeConfig, file_format: ExportFormat) -> None:
         why = "the data has pairs of a source and a target, for a model with an encoder"
         hint = text("remove {}", Option("format"))
         raise PrepError(text("{} is not supported", Option("format", file_format)), why, hint)
-    if file_format == "parquet":
-        _import_parquet()
-    elif compile_fields(config.examples, vocab=config.vocab).has_weights:
-        raise _loss_weights_error()
+    checks: dict[ExportFormat, Callable[[TokenizeConfig], object]] = {
+        "megatron": _check_loss_weights,
+        "parquet": lambda config: _import_parquet(),
+    }
+    checks[file_format](config)
 
 
 def export_tokens(store: Path, meta: StoreMeta, target: Path, file_format: ExportFormat) -> Path:
@@ -81,9 +82,17 @@ def export_tokens(store: Path, meta: StoreMeta, target: Path, file_format: Expor
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise io_error(target.parent, error) from error
-    if file_format == "megatron":
-        return _export_megatron(store, meta, target)
-    return _export_parquet(store, meta, target)
+    writers: dict[ExportFormat, Callable[[Path, StoreMeta, Path], Path]] = {
+        "megatron": _export_megatron,
+        "parquet": _export_parquet,
+    }
+    return writers[file_format](store, meta, target)
+
+
+def _check_loss_weights(config: TokenizeConfig) -> None:
+    """Raise PrepError if the tokens of a config have loss weights."""
+    if compile_fields(config.examples, vocab=config.vocab).has_weights:
+        raise _loss_weights_error()
 
 
 def _export_megatron(store: Path, meta: StoreMeta, target: Path) -> Path:
