@@ -145,6 +145,8 @@ def _read_chunks(
 
 
 IDS_READER = Reader((".npy", ".bin"), _read_ids, is_divisible=True, has_ids=True)
+
+# --- Indexed datasets of Megatron-LM
 INDEX_SUFFIX = ".idx"
 IDS_SUFFIX = ".bin"
 INDEX_MAGIC = b"MMIDIDX\x00\x00"

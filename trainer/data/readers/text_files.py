@@ -111,6 +111,8 @@ def _cut_length(data: bytes) -> int:
 
 
 TEXT_READER = Reader((".txt",), _read_text, is_compressible=True, is_divisible=True)
+
+# --- CSV and TSV: the first row has the names of the columns
 LINE_END = "\r\n"
 # Message of Python's csv module for a carriage return, which has no error type of its own.
 CARRIAGE_RETURN_ERROR = "new-line character seen in unquoted field"
@@ -242,6 +244,10 @@ def _check_header(place: str, row: Sequence[str]) -> None:
 
 
 CSV_READER = Reader((".csv", ".tsv"), _read_rows, is_compressible=True, is_divisible=True)
+
+# --- JSON lists: their bytes are split into those of the elements, in bounded memory. Only strings and brackets are
+# scanned. The parser of JSON checks each element afterwards.
+
 # White space of JSON (RFC 8259, section 2).
 BLANKS = b" \t\r\n"
 # The rest of a string, up to its closing quote. An escaped quote does not close it. Possessive
@@ -388,6 +394,8 @@ class _Element:
         n_blanks = len(self._content) - len(content)
         return Line(content, self.start + n_blanks, nbytes, is_too_long=self._is_too_long)
 
+
+# --- JSON Lines, where each non-blank line is an object, and files that are one list of objects
 
 # Bytes in which the first visible character of a file must be, if it begins a list.
 HEAD_NBYTES = 64 << 10
