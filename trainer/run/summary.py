@@ -25,7 +25,7 @@ from prepcli.models.dropout_config import DROPOUT_SITES, DropoutConfig
 from prepcli.models.rope_config import Rope
 from prepcli.models.rule_text import rule_texts
 from prepcli.planning.manifest_fields import CastCounts
-from trainer.data.token_samples import counts_table, sample_line
+from trainer.data.sample_text import counts_table, sample_line
 from trainer.recipe.description import data_lines, evaluation_text, schedule_text
 from trainer.run.run import Run
 from trainer.run.run_record import ENVIRONMENT_FILE

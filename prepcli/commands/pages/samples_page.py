@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from prepcli.commands.pages.html_page import html_table, write_html_page
-from trainer.data.token_samples import (
+from trainer.data.sample_text import (
     COUNT_HEADER,
     SampleCounts,
     SamplePart,

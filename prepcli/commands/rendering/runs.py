@@ -151,7 +151,7 @@ def _sample_lines(
     data: Sequence[TokenizedData], columns: int | None, *, shows_ids: bool
 ) -> Iterator[str]:
     """Yield the samples of each source, and the table of all counts. Nothing if they were not read."""
-    from trainer.data.token_samples import counts_table, sample_lines, sample_title
+    from trainer.data.sample_text import counts_table, sample_lines, sample_title
 
     counts = {part.name: part.counts for part in data if part.counts is not None}
     if not counts:
