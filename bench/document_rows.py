@@ -25,14 +25,8 @@ from bench.meter import anonymous_nbytes, measure
 from trainer.data.document_packing import DocumentRows
 from trainer.data.document_rows import stored_rows
 from trainer.data.order import SampleOrder
-from trainer.data.store import (
-    DOCUMENTS_FILE,
-    META_FILE,
-    TOKENS_FILE,
-    file_digest,
-    map_tokens,
-    read_meta,
-)
+from trainer.data.store import DOCUMENTS_FILE, META_FILE, TOKENS_FILE, map_tokens, read_meta
+from trainer.data.store_files import file_digest
 
 # Median and spread of log-normal lengths in tokens, and the shortest length
 LENGTHS = {"chat": (80, 0.8, 4), "web": (450, 1.1, 8), "books": (6000, 1.2, 64)}

@@ -49,12 +49,10 @@ from prepcli.sources.locate import Access, locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import SourceTensor
 from prepcli.stores.buffers import Blob
-from trainer.data.dataset_layout import read_metadata, select_files
+from trainer.data.dataset_layout import WHOLE, Selection, dataset_files, read_metadata, select_files
 from trainer.data.files import hash_file
-from trainer.data.find_files import dataset_files
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import IdsChunk, ReadOptions, Record, TextChunk
-from trainer.data.remote_files import WHOLE, Selection
 from trainer.recipe.text_fields import FileType
 
 # A checkpoint of two ranks.

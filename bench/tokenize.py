@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from bench.meter import measure
 from prepcli.core.tables import format_table
-from trainer.data.example_settings import ExampleSettings
+from trainer.data.examples import ExampleSettings
 from trainer.data.tokenize import tokenize_files
 from trainer.data.tokenize_config import TokenizeConfig
 

@@ -27,7 +27,7 @@ from bench.evidence import log
 from bench.meter import anonymous_nbytes
 from bench.tokenize import CORPUS, STORES, TOKENIZER, VOCAB, write_corpus
 from prepcli.core.tables import format_table
-from trainer.data.example_settings import ExampleSettings
+from trainer.data.examples import ExampleSettings
 from trainer.data.store import StoreMeta, read_meta
 from trainer.data.tokenize import tokenize_share
 from trainer.data.tokenize_config import TokenizeConfig

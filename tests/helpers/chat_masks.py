@@ -22,7 +22,7 @@ from prepcli.core.errors import PrepError
 from prepcli.core.json_values import JsonObject
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.encode import encode_batch
-from trainer.data.example_settings import ExampleSettings
+from trainer.data.examples import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.readers.reader import Record
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer

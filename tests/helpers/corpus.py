@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from trainer.data.example_settings import ExampleSettings
+from trainer.data.examples import ExampleSettings
 from trainer.data.store import MappedTokens
 from trainer.data.tokenize import tokenize_files
 from trainer.data.tokenize_config import TokenizeConfig

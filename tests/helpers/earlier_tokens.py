@@ -11,9 +11,9 @@ import pytest
 
 from tests.helpers.corpus import EOS, change, make_config
 from tests.helpers.token_stores import write_earlier_layout
-from trainer.data.cache_records import hash_files
 from trainer.data.chat_template import ChatTemplate
-from trainer.data.token_changes import IdentityChange
+from trainer.data.examples import IdentityChange
+from trainer.data.files import hash_files
 from trainer.data.tokenize import tokenize_files
 from trainer.data.tokenize_config import TokenizeConfig, store_identity
 from trainer.data.tokenizer import load_tokenizer

@@ -35,13 +35,7 @@ class BatchDigest:
         self._total = 0
 
     def update(self, batch: Arrays, step: int, first_row: int = 0) -> None:
-        """Add the rows of a batch, or of a part of it.
-
-        Args:
-            batch: The arrays by name, each [B, length].
-            step: Step of the batch, from 0.
-            first_row: Position in the whole batch of the first row of the part.
-        """
+        """Add the rows of a batch, or of a part of it that begins at the position `first_row`."""
         columns = [(name, np.ascontiguousarray(batch[name])) for name in sorted(batch)]
         n_rows = len(columns[0][1])
         for row in range(n_rows):
@@ -50,14 +44,11 @@ class BatchDigest:
                 # Arrays of equal bytes and other dtypes are other batches.
                 state.update(f" {name} {array.dtype.str} ".encode())
                 state.update(array[row].data)
-            self._add(state.intdigest())
+            self._total = (self._total + state.intdigest()) % DIGEST_MODULUS
 
     def merge(self, other: BatchDigest) -> None:
         """Add the rows of another digest."""
-        self._add(other._total)
-
-    def _add(self, number: int) -> None:
-        self._total = (self._total + number) % DIGEST_MODULUS
+        self._total = (self._total + other._total) % DIGEST_MODULUS
 
     def hexdigest(self) -> str:
         """Return the digest as 32 hexadecimal digits."""
@@ -152,13 +143,9 @@ class Batches:
         return self._read(step, self.first_row, self.first_row + self.n_rows)
 
     def digest(self, start: int = 0, stop: int | None = None) -> str:
-        """Return the digest of whole batches. It is the same in all processes, however many there are.
+        """Return the digest of whole batches of some steps. It is the same in all processes, however many there are.
 
         The batches are read. `BatchDigest` computes the same digest from arrays.
-
-        Args:
-            start: Step of the first batch.
-            stop: End of the steps. None for the end of the run.
         """
         digest = BatchDigest()
         if stop is None:

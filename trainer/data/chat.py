@@ -1,29 +1,49 @@
-"""Build training examples of conversations: only tokens of chosen turns count in the loss."""
+"""Conversations as training examples, where only tokens of chosen turns count in the loss, and as prompts."""
 
 from __future__ import annotations
 
-import importlib.util
+import itertools
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cached_property
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_values import JsonObject
-from trainer.data.chat_forms import MessageForms
-from trainer.data.chat_loss import message_weight
-from trainer.data.chat_marks import ASSISTANT, REASONING_KEYS, TOOL_CALLS
-from trainer.data.chat_rendering import ChatRenderer, Conversation, Spans
-from trainer.data.chat_template import ChatTemplate
+from prepcli.core.json_values import JsonObject, JsonValue
+from trainer.data.chat_forms import MessageForms, load_forms
+from trainer.data.chat_template import (
+    ChatTemplate,
+    Conversation,
+    load_chat_template,
+)
 from trainer.data.chat_turns import Turn, TurnFinder
-from trainer.data.conversations import message_reader, tools_value
-from trainer.data.example_settings import (
+from trainer.data.columns import SURROGATE_CAUSE, is_encodable
+from trainer.data.conversations import (
+    ASSISTANT,
+    REASONING_KEYS,
+    TOOL_CALLS,
+    message_reader,
+    message_weight,
+    messages_value,
+    tool_schemas,
+    tools_value,
+)
+from trainer.data.examples import (
+    EMPTY_TURN,
+    HIDDEN_REASONING,
+    TOOLS,
+    Example,
     ExampleSettings,
+    LossSpan,
+    Segment,
     begin_segments,
     largest_added_id,
     token_segment,
 )
-from trainer.data.examples import Example, LossSpan, Segment
-from trainer.data.ignored_parts import EMPTY_TURN, HIDDEN_REASONING, TOOLS
 from trainer.data.readers.reader import DataPiece, Record
+from trainer.data.tokenizer import TextTokenizer
 
 
 class ChatBuilder:
@@ -102,7 +122,13 @@ class ChatBuilder:
         turns = self._finder.find(conversation, text, indices)
         spans = self._spans(text, turns, weights)
         if generated is not None:
-            spans = _intersect(spans, generated)
+            # The parts of spans that the template marks as generated.
+            both = itertools.product(spans, generated)
+            spans = tuple(
+                (max(start, first), min(end, last), weight)
+                for (start, end, weight), (first, last) in both
+                if max(start, first) < min(end, last)
+            )
         return text, spans, sum(turn.hides_reasoning for turn in turns.values())
 
     def _all_spans(
@@ -157,23 +183,99 @@ def _is_empty_turn(message: JsonObject) -> bool:
     return not content and not any(message.get(key) for key in (TOOL_CALLS, *REASONING_KEYS))
 
 
-def load_forms(template: ChatTemplate) -> MessageForms:
-    """Return the forms of messages that a template takes, with its renderer.
+MESSAGES_KEY = "messages"
+TOOLS_KEY = "tools"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation that the assistant continues.
+
+    Attributes:
+        messages: Its messages.
+        tools: JSON schemas of the tools that the assistant may call. None without tools.
+        place: File and line, for error messages.
+    """
+
+    messages: Sequence[JsonObject]
+    tools: Sequence[JsonObject] | None = None
+    place: str = "the conversation"
+
+
+Prompt = str | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """The token ids of a prompt, and its text: of a conversation, the text that the template renders."""
+
+    ids: list[int]
+    text: str
+
+
+class PromptEncoder:
+    """Encodes prompts. The chat template is loaded for the first conversation."""
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        *,
+        template_args: Mapping[str, JsonValue] | None = None,
+        now: datetime | None = None,
+    ) -> None:
+        """Keep the tokenizer, whose folder has the chat template, and variables and the time for the template."""
+        self.tokenizer = tokenizer
+        self._template_args = template_args
+        self._now = now
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        template = load_chat_template(self.tokenizer.path)
+        arguments = json.dumps(self._template_args or {})
+        return replace(template, arguments=arguments, date=self._now)
+
+    @cached_property
+    def _forms(self) -> MessageForms:
+        return load_forms(self._template)
+
+    def encode(self, prompt: Prompt) -> EncodedPrompt:
+        """Encode a prompt.
+
+        The template of a conversation writes all special tokens, and the tokenizer adds none.
+
+        Raises:
+            PrepError: The tokenizer fails or has no chat template, or the template rejects the messages.
+        """
+        if isinstance(prompt, str):
+            if not is_encodable(prompt):
+                what = "a prompt is not UTF-8 text"
+                raise PrepError(what, SURROGATE_CAUSE, "convert it to UTF-8")
+            return EncodedPrompt(self.tokenizer.encode_prompt(prompt), prompt)
+        conversation = self._forms.conversation(prompt.messages, prompt.tools, prompt.place)
+        text, _ = self._forms.renderer.render(conversation, add_generation_prompt=True)
+        (ids,) = self.tokenizer.encode([text])
+        bos = self._template.bos_text
+        bos_id = self.tokenizer.codec.token_id(bos) if bos and text.startswith(bos) else None
+        if bos_id is not None and ids[:1].tolist() != [bos_id]:
+            raise PrepError(
+                f"{self.tokenizer.path} encodes {bos!r} of the chat template as characters",
+                "a SentencePiece model alone has no ids for the special tokens in a text",
+                "use a tokenizer.json of this model",
+            )
+        return EncodedPrompt(ids.tolist(), text)
+
+
+def chat_prompt(value: JsonValue, tools: JsonValue, place: str) -> ChatPrompt:
+    """Return the prompt of a conversation with tools, or the JSON text of their schemas.
 
     Raises:
-        PrepError: jinja2 is not installed, or the template is not valid.
+        PrepError: The messages or the tools are invalid, or there are no messages.
     """
-    if importlib.util.find_spec("jinja2") is None:
-        what = "cannot render chat templates"
-        raise PrepError(what, "jinja2 is not installed", "`pip install 'prepcli[chat]'`")
-    return MessageForms(ChatRenderer(template))
-
-
-def _intersect(spans: Sequence[LossSpan], generated: Spans) -> tuple[LossSpan, ...]:
-    """Return the parts of spans that the template marks as generated."""
-    return tuple(
-        (max(start, first), min(end, last), weight)
-        for start, end, weight in spans
-        for first, last in generated
-        if max(start, first) < min(end, last)
-    )
+    messages = messages_value(Record({MESSAGES_KEY: value}, place, 1), MESSAGES_KEY)
+    if not messages:
+        raise PrepError(
+            f"{place}: the conversation has no messages",
+            "the assistant answers the messages of a conversation",
+            '`[{"role": "user", "content": "..."}]`',
+        )
+    return ChatPrompt(messages, tool_schemas(tools, f"{place}: `{TOOLS_KEY}`"), place)

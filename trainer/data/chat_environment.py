@@ -18,20 +18,23 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from trainer.data.chat_marks import END_MARK, START_MARK
-
 
 class TemplateRenderer:
     """Compiled templates with the same variables."""
 
     def __init__(
-        self, texts: Sequence[str], variables: Mapping[str, Any], time: str | None
+        self,
+        texts: Sequence[str],
+        variables: Mapping[str, Any],
+        marks: tuple[str, str],
+        time: str | None,
     ) -> None:
         """Compile the templates.
 
         Args:
             texts: The templates.
             variables: Variables of all renderings.
+            marks: Texts around a part that the template marks as generated.
             time: Time that `strftime_now` writes, in ISO format. None makes that an error.
 
         Raises:
@@ -40,6 +43,7 @@ class TemplateRenderer:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
         )
+        environment.extend(generation_marks=marks)
         # Equal messages have equal texts.
         environment.filters["random"] = _refuse_random
         del environment.globals["lipsum"]
@@ -53,13 +57,7 @@ class TemplateRenderer:
     def render(
         self, index: int, conversation: bytes, add_generation_prompt: bool, max_chars: int
     ) -> str:
-        """Render a conversation.
-
-        Args:
-            index: Index of the template.
-            conversation: Its messages and its tools, as JSON.
-            add_generation_prompt: End with the text that starts a turn of the assistant.
-            max_chars: Maximum characters of the text.
+        """Render a conversation as JSON with one of the templates, to at most `max_chars` characters.
 
         Raises:
             Exception: The template fails. It may raise any error.
@@ -92,7 +90,8 @@ class _GenerationBlocks(Extension):
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line_number)
 
     def _mark(self, caller: Macro) -> str:
-        return f"{START_MARK}{caller()}{END_MARK}"
+        start, end = self.environment.generation_marks
+        return f"{start}{caller()}{end}"
 
 
 def _refuse_random(*args: Any, **named: Any) -> NoReturn:

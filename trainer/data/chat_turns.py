@@ -1,8 +1,9 @@
 """Find the turns of a conversation in its rendered text.
 
-The conversation is rendered once more with marks in its messages (`trainer.data.chat_marks`). They say where the
-texts of each message are, and shorter renderings say what the template puts around them. A template may therefore
-render a turn in another way when more messages follow.
+The conversation is rendered once more with marks in its messages. A mark is a few Unicode noncharacters, which no text
+contains. Templates copy them with the text around them. The marks say where the texts of each message are, and shorter
+renderings say what the template puts around them. A template may therefore render a turn in another way when more
+messages follow.
 """
 
 from __future__ import annotations
@@ -11,20 +12,197 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TypeAlias
 
 from prepcli.core.errors import Key, PrepError, Text, text
-from trainer.data.chat_marks import (
-    ASSISTANT,
-    FoundMark,
-    Mark,
-    MarkedText,
-    MessageMarker,
-    MessagePart,
-    inline_reasoning,
+from prepcli.core.json_values import JsonObject, JsonValue
+from trainer.data.chat_template import HIDDEN_HINT, ChatRenderer, Conversation
+from trainer.data.conversations import ASSISTANT, REASONING_KEYS, TOOL_CALLS
+
+# Noncharacters: the start and the end of a mark, and the 16 digits of its number.
+MARK_START = "\ufdd2"
+MARK_END = "\ufdd3"
+FIRST_DIGIT = 0xFDD4
+MARK = re.compile("\ufdd2([\ufdd4-\ufde3]+)\ufdd3")
+# A block of reasoning in the content. Templates cut contents at their tags.
+INLINE_BLOCK = re.compile(
+    r"(?P<start><think>|\[THINK\])(?P<reasoning>.*?)(?P<end></think>|\[/THINK\])", re.S
 )
-from trainer.data.chat_rendering import HIDDEN_HINT, ChatRenderer, Conversation
+# Reasoning in the content, in front of the answer.
+INLINE_REASONING = re.compile(r"(<think>|\[THINK\])(?P<reasoning>.*)(</think>|\[/THINK\])", re.S)
+
+
+class MessagePart(Enum):
+    """The part of a message at a mark."""
+
+    REASONING = "reasoning"
+    CONTENT = "content"
+    CALL = "call"
+
+
+# Keys of an item of a content with a text.
+PART_KEYS = {"text": MessagePart.CONTENT, "thinking": MessagePart.REASONING}
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A mark of a conversation.
+
+    Attributes:
+        message: Index of the message.
+        part: The part of the message that the mark is at.
+        tail: Blanks of the part after the mark. None if the mark is not at the end of the part.
+    """
+
+    message: int
+    part: MessagePart
+    tail: str | None = None
+
+
+# A mark, and its position in a text, in characters.
+FoundMark: TypeAlias = tuple[int, Mark]
+
+
+class MessageMarker:
+    """Puts marks into messages, and finds them again in rendered texts."""
+
+    def __init__(self) -> None:
+        self.marks: list[Mark] = []
+
+    def mark_messages(
+        self, messages: Sequence[JsonObject], roles: frozenset[str] | None
+    ) -> list[JsonObject]:
+        """Return messages with marks at both ends of each part, of some roles or of all."""
+        marked: list[JsonObject] = []
+        for index, message in enumerate(messages):
+            if roles is None or message["role"] in roles:
+                message = self._mark_message(index, message)
+            marked.append(message)
+        return marked
+
+    def find(self, rendered: str) -> tuple[str, list[FoundMark]]:
+        """Return a rendered text without its marks, and the first place of each."""
+        parts: list[str] = []
+        found: dict[int, int] = {}
+        length = 0
+        # Pieces at odd positions of the split are the numbers of marks.
+        for position, piece in enumerate(MARK.split(rendered)):
+            if position % 2:
+                # Templates may repeat a text later: the name of a tool stands before its results too.
+                number = "".join(f"{ord(digit) - FIRST_DIGIT:x}" for digit in piece)
+                found.setdefault(int(number, 16), length)
+            else:
+                parts.append(piece)
+                length += len(piece)
+        return "".join(parts), [(place, self.marks[number]) for number, place in found.items()]
+
+    def _mark_message(self, index: int, message: JsonObject) -> JsonObject:
+        changed: JsonObject = dict(message)
+        for key in REASONING_KEYS:
+            value = message.get(key)
+            if isinstance(value, str):
+                changed[key] = self._mark_text(value, index, MessagePart.REASONING)
+        content = message.get("content")
+        if isinstance(content, str):
+            changed["content"] = self._mark_content(content, index)
+        elif isinstance(content, list):
+            changed["content"] = [self._mark_item(item, index) for item in content]
+        calls = message.get(TOOL_CALLS)
+        if isinstance(calls, list):
+            changed[TOOL_CALLS] = [self._mark_call(call, index) for call in calls]
+        return changed
+
+    def _mark_content(self, content: str, index: int) -> str:
+        """Mark a content. Reasoning in it is a part of its own, so that templates can still cut it off."""
+        marked: list[str] = []
+        end = 0
+        for match in INLINE_BLOCK.finditer(content):
+            marked.append(self._mark_text(content[end : match.start()], index, MessagePart.CONTENT))
+            marked.append(match["start"])
+            marked.append(self._mark_text(match["reasoning"], index, MessagePart.REASONING))
+            marked.append(match["end"])
+            end = match.end()
+        marked.append(self._mark_text(content[end:], index, MessagePart.CONTENT))
+        return "".join(marked)
+
+    def _mark_item(self, item: JsonValue, index: int) -> JsonValue:
+        """Mark an item of a content of several parts, such as `{"type": "text", "text": "Hi"}`."""
+        if isinstance(item, str):
+            return self._mark_text(item, index, MessagePart.CONTENT)
+        if not isinstance(item, dict):
+            return item
+        changed: JsonObject = dict(item)
+        for key, part in PART_KEYS.items():
+            value = item.get(key)
+            if isinstance(value, str):
+                changed[key] = self._mark_text(value, index, part)
+        return changed
+
+    def _mark_call(self, call: JsonValue, index: int) -> JsonValue:
+        """Mark the name of a tool call, and the end of its arguments if they end with a text."""
+        if not isinstance(call, dict):
+            return call
+        function = call.get("function")
+        if isinstance(function, dict):
+            return {**call, "function": self._mark_function(function, index)}
+        return self._mark_function(call, index)
+
+    def _mark_function(self, function: JsonObject, index: int) -> JsonObject:
+        changed: JsonObject = dict(function)
+        name = function.get("name")
+        if isinstance(name, str) and name:
+            changed["name"] = name + self._add(Mark(index, MessagePart.CALL))
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and arguments.endswith("}"):
+            changed["arguments"] = (
+                arguments[:-1] + self._add(Mark(index, MessagePart.CALL, "}")) + "}"
+            )
+        elif isinstance(arguments, dict) and arguments:
+            key, value = list(arguments.items())[-1]
+            if isinstance(value, str) and value.strip() == value != "":
+                marked = value + self._add(Mark(index, MessagePart.CALL, ""))
+                changed["arguments"] = {**arguments, key: marked}
+        return changed
+
+    def _mark_text(self, text: str, index: int, part: MessagePart) -> str:
+        """Return a text with marks around its visible part: a template may cut its blanks, or ask if it is empty."""
+        core = text.strip()
+        if not core:
+            return text
+        start = text.index(core)
+        tail = text[start + len(core) :]
+        first = self._add(Mark(index, part))
+        last = self._add(Mark(index, part, tail))
+        return f"{text[:start]}{first}{core}{last}{tail}"
+
+    def _add(self, mark: Mark) -> str:
+        self.marks.append(mark)
+        digits = f"{len(self.marks) - 1:x}"
+        number = "".join(chr(FIRST_DIGIT + int(digit, 16)) for digit in digits)
+        return f"{MARK_START}{number}{MARK_END}"
+
+
+def inline_reasoning(message: JsonObject) -> tuple[str, str]:
+    """Return the reasoning of a message between tags, with the blanks after it, and its answer.
+
+    The reasoning is in its content, or in a key of its own.
+    """
+    content = message.get("content")
+    if not isinstance(content, str):
+        content = ""
+    match = INLINE_REASONING.search(content)
+    if match is None:
+        reasoning = next(
+            (value for key in REASONING_KEYS if isinstance(value := message.get(key), str)), ""
+        )
+        return f"<think>\n{reasoning.strip()}\n</think>\n\n", content.strip()
+    answer = content[match.end() :]
+    blanks = answer[: len(answer) - len(answer.lstrip())]
+    return content[: match.end()].lstrip() + blanks, answer.strip()
+
 
 # A tag that ends a turn, such as `<|im_end|>` and `</s>`.
 END_TAG = re.compile(r"\s*<[^<>\s]+>")
@@ -84,12 +262,7 @@ class TurnFinder:
     def find(
         self, conversation: Conversation, rendered: str, indices: Iterable[int]
     ) -> dict[int, Turn]:
-        """Return the turns of messages, by their index.
-
-        Args:
-            conversation: The conversation.
-            rendered: Its text, as the template renders it.
-            indices: The messages.
+        """Return the turns of messages in the text of a conversation, by their index.
 
         Raises:
             PrepError: The text does not show a message, or the place of its turn is not clear.
@@ -104,11 +277,6 @@ class TurnFinder:
         """Return how many of some messages have reasoning that the text does not show.
 
         It is 0 for a template that renders other texts when the messages have marks.
-
-        Args:
-            conversation: The conversation.
-            rendered: Its text, as the template renders it.
-            indices: The messages.
 
         Raises:
             PrepError: The text does not show the content or a tool call of one of them.
@@ -131,7 +299,12 @@ class TurnFinder:
             PrepError: The template fails, or the place of a turn is not clear.
         """
         self._start_count(conversation)
-        self._check_joined_work(conversation)
+        # Checked before the first rendering. A turn has two renderings with all messages before it, one
+        # without and one with marks.
+        sizes = [MESSAGE_WORK + len(json.dumps(message)) for message in conversation.messages]
+        until = [*itertools.accumulate(sizes)]
+        if 2 * sum(until[index] for index in conversation.assistant_indices) > self._work_left:
+            raise _too_long_error(conversation)
         pieces: list[str] = []
         turns: dict[int, Turn] = {}
         length = 0
@@ -165,16 +338,6 @@ class TurnFinder:
             raise _too_long_error(conversation)
         return rendered
 
-    def _check_joined_work(self, conversation: Conversation) -> None:
-        """Raise PrepError before the first rendering if those of all turns are too much work.
-
-        A turn has two renderings with all messages before it, one without and one with marks.
-        """
-        sizes = [MESSAGE_WORK + len(json.dumps(message)) for message in conversation.messages]
-        until = [*itertools.accumulate(sizes)]
-        if 2 * sum(until[index] for index in conversation.assistant_indices) > self._work_left:
-            raise _too_long_error(conversation)
-
     def _view(self, conversation: Conversation, rendered: str) -> _View:
         """Return the marks of a rendered text."""
         view = self._matching_view(conversation, rendered)
@@ -193,10 +356,8 @@ class TurnFinder:
         return None
 
     def _check_shown(self, view: _View) -> None:
-        """Raise PrepError if the text leaves out a message of another role than the assistant.
-
-        E.g. the template of gpt-oss shows a message of the system at the start only.
-        """
+        """Raise PrepError if the text leaves out a message of another role than the assistant."""
+        # E.g. the template of gpt-oss shows a message of the system at the start only.
         for index, message in enumerate(view.conversation.messages):
             if message["role"] == ASSISTANT or MessagePart.CONTENT not in view.hidden_parts(index):
                 continue
@@ -207,8 +368,8 @@ class TurnFinder:
     def _marked_view(self, conversation: Conversation, roles: frozenset[str] | None) -> _View:
         marker = MessageMarker()
         marked = replace(conversation, messages=marker.mark_messages(conversation.messages, roles))
-        found = marker.find(self._render(marked))
-        return _View(conversation, found, marker.marks, roles)
+        text_, found = marker.find(self._render(marked))
+        return _View(conversation, text_, found, marker.marks, roles)
 
     def _turn(self, view: _View, index: int) -> Turn:
         """Return the turn of a message."""
@@ -224,11 +385,7 @@ class TurnFinder:
         return Turn(start, end, answer, hides_reasoning)
 
     def _hides_reasoning(self, view: _View, index: int) -> bool:
-        """Return whether the text does not show the reasoning of a message.
-
-        Raises:
-            PrepError: The text does not show a content or a tool call of it.
-        """
+        """Return whether the text hides the reasoning of a message. Raise PrepError for a content or a tool call."""
         hidden = view.hidden_parts(index)
         if hidden <= {MessagePart.REASONING}:
             return bool(hidden)
@@ -245,7 +402,12 @@ class TurnFinder:
         if index == len(view.conversation.messages) - 1:
             return len(view.text)
         anchor, mark = view.last_mark(index)
-        key = view.end_key(index, mark)
+        # The kind of text after the mark. None if it may differ between messages of one kind.
+        key = None
+        tail = None if mark is None or mark.message != index else mark.tail
+        if mark is not None and tail is not None and len(tail) <= MAX_TAIL:
+            role = str(view.conversation.messages[index]["role"])
+            key = (role, mark.part, tail)
         kept = self._kept_ends.get(key) if key else None
         if kept is not None and view.text.startswith(kept, anchor):
             return anchor + len(kept)
@@ -296,26 +458,21 @@ class TurnFinder:
 
 
 class _View:
-    """A rendered conversation with the places of its marks.
-
-    Attributes:
-        conversation: The conversation.
-        text: Its rendered text, without marks.
-        roles: Roles of the marked messages. None for all.
-    """
+    """A rendered conversation, its text without marks, their places, and the roles of the marked messages."""
 
     def __init__(
         self,
         conversation: Conversation,
-        marked: MarkedText,
-        made: tuple[Mark, ...],
+        text: str,
+        found: Iterable[FoundMark],
+        made: Iterable[Mark],
         roles: frozenset[str] | None,
     ) -> None:
         self.conversation = conversation
-        self.text = marked.text
+        self.text = text
         self.roles = roles
         self._found: dict[int, list[FoundMark]] = {}
-        for place, mark in marked.found:
+        for place, mark in found:
             self._found.setdefault(mark.message, []).append((place, mark))
         self._made: dict[int, Counter[MessagePart]] = {}
         for mark in made:
@@ -350,12 +507,6 @@ class _View:
                 return found[-1]
         return 0, None
 
-    def end_key(self, index: int, mark: Mark | None) -> tuple[str, MessagePart, str] | None:
-        """Return the kind of text after a mark, or None if it may differ between messages of one kind."""
-        if mark is None or mark.message != index or mark.tail is None or len(mark.tail) > MAX_TAIL:
-            return None
-        return str(self.conversation.messages[index]["role"]), mark.part, mark.tail
-
     def answer_start(self, index: int) -> int:
         """Return the start of what follows the reasoning of a message: its content or calls."""
         marks = self.marks_of(index)
@@ -369,17 +520,10 @@ class _View:
             default=after,
         )
 
-    def with_text(self, start: int, end: int, inserted: str) -> _View:
-        """Return a view of the text with a part replaced. It has no marks."""
-        text_ = self.text[:start] + inserted + self.text[end:]
-        return _View(self.conversation, MarkedText(text_, ()), (), self.roles)
-
 
 def _with_reasoning(view: _View, turn: Turn) -> tuple[_View, Turn]:
-    """Return a rendering with the reasoning of its last message, if the template leaves it out of last turns too.
-
-    A model that writes its reasoning continues after the start of a turn, so the reasoning comes first.
-    """
+    """Return a rendering with the reasoning of its last message, if the template leaves it out of last turns too."""
+    # A model that writes its reasoning continues after the start of a turn, so the reasoning comes first.
     if not turn.hides_reasoning:
         return view, turn
     index = len(view.conversation.messages) - 1
@@ -391,7 +535,8 @@ def _with_reasoning(view: _View, turn: Turn) -> tuple[_View, Turn]:
     while first > turn.start and view.text[first - 1].isspace():
         first -= 1
     inserted = reasoning + answer
-    changed = view.with_text(first, last, inserted)
+    changed_text = view.text[:first] + inserted + view.text[last:]
+    changed = _View(view.conversation, changed_text, (), (), view.roles)
     end = turn.end + len(inserted) - (last - first)
     return changed, Turn(turn.start, end, first + len(reasoning))
 

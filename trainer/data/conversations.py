@@ -1,31 +1,37 @@
-"""The messages of a record, from the columns of public data sets: lists of messages, ShareGPT and Alpaca.
+"""The messages of a record with their tools and loss weights, from the columns of public data sets.
 
-The layouts are those of TRL (https://huggingface.co/docs/trl/dataset_formats) and of LLaMA-Factory
-(https://github.com/hiyouga/LLaMA-Factory/blob/main/data/README.md).
+The layouts are lists of messages, ShareGPT and Alpaca, as in TRL (https://huggingface.co/docs/trl/dataset_formats) and
+LLaMA-Factory (https://github.com/hiyouga/LLaMA-Factory/blob/main/data/README.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from prepcli.core.errors import Key, PrepError, Text
 from prepcli.core.json_values import JsonObject, JsonValue, json_type_name
-from trainer.data.chat_loss import WEIGHT_KEYS
-from trainer.data.chat_marks import ASSISTANT, TOOL_CALLS
-from trainer.data.column_values import (
+from trainer.data.columns import (
     LINE_HINT,
     check_columns,
+    columns_hint,
+    is_sharegpt,
+    json_list,
     list_value,
-    messages_value,
     parse_json,
     text_value,
-    tool_schemas,
 )
-from trainer.data.ignored_parts import TOOLS_COLUMN
 from trainer.data.readers.reader import Record
 from trainer.recipe.text_fields import DataFormat, FieldList, TextField, parse_fields
 
+ASSISTANT = "assistant"
+TOOL_CALLS = "tool_calls"
+# Keys of a message for the reasoning before its content, in the formats of several publishers.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+MESSAGE_HINT = '`{"role": "user", "content": "..."}`'
+TOOLS_HINT = '`[{"type": "function", "function": {"name": "..."}}]`'
+TOOLS_COLUMN = "tools"
 SYSTEM = "system"
 HISTORY = "history"
 FUNCTION_CALL = "function_call"
@@ -42,16 +48,128 @@ SHAREGPT_ROLES: Mapping[str, str] = {
 }
 SHAREGPT_HINT = f"known: {', '.join(SHAREGPT_ROLES)}"
 PAIR_HINT = Text(Key("data.fields", "[prompt], completion", is_override=True))
-
 MessageReader = Callable[[Record], list[JsonObject]]
+# The choices of turns that are not roles: the last turn of the assistant, and all text.
+LAST = ("last",)
+ALL = ("all",)
+# Keys of a message with its loss weight, a number, or with whether it has loss, in the formats of several trainers.
+WEIGHT_KEYS = ("loss_weight", "weight")
+TRAIN_KEYS = ("loss", "train", "training")
+WEIGHT_HINT = "a number from 0 to 1, or true or false"
+
+
+@dataclass(frozen=True, slots=True)
+class LossRule:
+    """The parts of conversations with loss.
+
+    Attributes:
+        turns: Roles of the turns, or `LAST` or `ALL`.
+        has_reasoning: Whether the reasoning of a turn has loss.
+    """
+
+    turns: tuple[str, ...] = (ASSISTANT,)
+    has_reasoning: bool = True
+
+    @property
+    def is_default(self) -> bool:
+        """Whether all text that the assistant writes has loss, and nothing else."""
+        return self.turns == (ASSISTANT,) and self.has_reasoning
+
+    @property
+    def roles(self) -> tuple[str, ...] | None:
+        """Roles whose turns may have loss. None for all text."""
+        if self.turns == ALL:
+            return None
+        if self.turns == LAST:
+            return (ASSISTANT,)
+        return self.turns
+
+    def select(self, messages: Sequence[JsonObject]) -> list[int]:
+        """Return the indices of the messages whose turns have loss, if their weight is not 0."""
+        roles = self.roles
+        indices = [
+            index
+            for index, message in enumerate(messages)
+            if roles is None or message["role"] in roles
+        ]
+        if self.turns == LAST:
+            return indices[-1:]
+        return indices
+
+    def identity_inputs(self) -> list[JsonValue] | None:
+        """Return the inputs of a store's identity. None for the default."""
+        if self.is_default:
+            return None
+        return [[*self.turns], self.has_reasoning]
+
+
+DEFAULT_LOSS = LossRule()
+
+
+def message_weight(message: Mapping[str, JsonValue], place: str) -> float:
+    """Return the loss weight of a message: 1 without a key for it, and the least one of several keys.
+
+    >>> message_weight({"role": "assistant", "train": False}, "a.jsonl:1")
+    0.0
+
+    Raises:
+        PrepError: A value is not a weight. The error begins with `place`, the file and line.
+    """
+    weight = 1.0
+    for key in (*WEIGHT_KEYS, *TRAIN_KEYS):
+        value = message.get(key)
+        if value is None:
+            continue
+        # A boolean is a number, and a NaN fails the comparison.
+        if not isinstance(value, int | float) or not 0 <= value <= 1:
+            shown = value if isinstance(value, int | float) else json_type_name(value)
+            raise PrepError(f"{place}: `{key}` of a message is {shown}", WEIGHT_HINT, LINE_HINT)
+        weight = min(weight, float(value))
+    return weight
+
+
+def messages_value(record: Record, column: str) -> list[JsonObject]:
+    """Return the messages of a column, without keys of value null.
+
+    Raises:
+        PrepError: The value is not a list of objects with a `role`, nor its JSON text.
+    """
+    value = list_value(record, column, "messages")
+    place = f"{record.place}: column `{column}`"
+    messages: list[JsonObject] = []
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            why = f"message {number} is {json_type_name(message)}, or has no `role`"
+            hint = Text(MESSAGE_HINT)
+            if is_sharegpt(value):
+                hint = columns_hint({column: value}, hint)
+            raise PrepError(f"{place} is not a list of messages", why, hint)
+        # Arrow tables have every key in every message, with null for the absent ones. Templates ask
+        # whether a key is defined, so null keys are left out.
+        messages.append({key: item for key, item in message.items() if item is not None})
+    return messages
+
+
+def tool_schemas(value: object, place: str) -> list[JsonObject] | None:
+    """Return JSON schemas of tools from a list, or from its JSON text. None without tools.
+
+    Raises:
+        PrepError: The value is not a list of objects. The error begins with `place`.
+    """
+    tools = json_list(value, place, TOOLS_HINT)
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise PrepError(f"{place} is not a list of JSON schemas", "it has other values", TOOLS_HINT)
+    schemas: list[JsonObject] = []
+    for tool in cast(list[JsonObject], tools):
+        # It may be the function alone, as LLaMA-Factory writes it.
+        if "name" in tool and "function" not in tool and "type" not in tool:
+            tool = {"type": "function", "function": tool}
+        schemas.append(tool)
+    return schemas or None
 
 
 def message_reader(data_format: DataFormat, fields: str) -> MessageReader:
-    """Return the function from a record to the messages of its conversation.
-
-    Args:
-        data_format: The recipe's `data.format`.
-        fields: The recipe's `data.fields`.
+    """Return the function from a record to the messages of its conversation, for `data.format` and `data.fields`.
 
     Raises:
         UsageError: The fields are not columns of conversations.
@@ -63,7 +181,12 @@ def message_reader(data_format: DataFormat, fields: str) -> MessageReader:
         _check_text_fields(columns, fields)
         return lambda record: _alpaca_messages(record, columns)
     if not fields.startswith("["):
-        return lambda record: _column_messages(record, fields)
+
+        def column_messages(record: Record) -> list[JsonObject]:
+            check_columns(record, [fields])
+            return messages_value(record, fields)
+
+        return column_messages
     columns = parse_fields(fields)
     _check_text_fields(columns, fields)
     return lambda record: _joined_messages(record, columns)
@@ -82,11 +205,6 @@ def _check_text_fields(columns: FieldList, fields: str) -> None:
         what = f'`data.fields` is "{fields:.60}"'
         why = "a conversation has the columns of its prompt in brackets, and those of its answer"
         raise PrepError(what, why, PAIR_HINT)
-
-
-def _column_messages(record: Record, column: str) -> list[JsonObject]:
-    check_columns(record, [column])
-    return messages_value(record, column)
 
 
 def _joined_messages(record: Record, columns: FieldList) -> list[JsonObject]:
@@ -148,8 +266,10 @@ def _function_calls(value: str, place: str) -> list[JsonValue]:
 
 def _alpaca_messages(record: Record, columns: FieldList) -> list[JsonObject]:
     """Return the messages of an instruction with its context, and of the output."""
-    prompts = _columns_of(columns, is_bracketed=True)
-    answers = _columns_of(columns, is_bracketed=False)
+    prompts, answers = (
+        [column for field in fields for column in cast(TextField, field).columns]
+        for fields in (columns.source, columns.target)
+    )
     check_columns(record, [prompts[0], *answers])
     # Columns after the first one are optional, and empty texts are left out.
     texts = [
@@ -165,11 +285,6 @@ def _alpaca_messages(record: Record, columns: FieldList) -> list[JsonObject]:
         {"role": "user", "content": prompt},
         {"role": ASSISTANT, "content": answer},
     ]
-
-
-def _columns_of(columns: FieldList, *, is_bracketed: bool) -> list[str]:
-    fields = columns.source if is_bracketed else columns.target
-    return [column for field in fields for column in cast(TextField, field).columns]
 
 
 def _system_messages(record: Record) -> list[JsonObject]:

@@ -1,4 +1,4 @@
-"""The files of a configuration and a split of a dataset, on the hub or in a folder.
+"""The files of a configuration and a split of a dataset: on the hub, in a folder, or saved by `datasets`.
 
 The README of a dataset lists the files of each configuration and split. Without a list, the names of the files give
 their splits, as `datasets` does: `train-00000-of-00004.parquet`, `test.csv` or `validation/0.jsonl`. The hub
@@ -9,14 +9,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from prepcli.core.errors import Key, PrepError, text, usage_error
-from prepcli.stores.files import read_regular_file
-from trainer.data.files import Note
-from trainer.data.remote_files import Selection
+from prepcli.core.errors import Key, PrepError, Text, text, usage_error
+from prepcli.core.json_values import load_json
+from prepcli.stores.files import read_regular_file, resolve_named_path
+from trainer.data.files import Note, io_error
 
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The part of a dataset to read.
+
+    Attributes:
+        config: Configuration of a dataset. None for its default.
+        split: Split of a dataset. None selects the only split, or `train`.
+        revision: Revision of a dataset on the hub. None for `main`.
+        split_key: Name of the recipe key of the split, for errors.
+    """
+
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    split_key: str = field(default="split", compare=False)
+
+
+WHOLE = Selection()
 README = "README.md"
 DEFAULT_CONFIG = "default"
 DEFAULT_SPLIT = "train"
@@ -27,7 +47,6 @@ SPLIT_WORDS = {
     "validation": re.compile(r"(?<![a-z])(?:validation|valid|dev|val)(?![a-z])", re.IGNORECASE),
     "test": re.compile(r"(?<![a-z])(?:test|testing|eval|evaluation)(?![a-z])", re.IGNORECASE),
 }
-
 EMPTY_WILDCARDS = ("**/", "**", "*")  # wildcards that also match an empty text
 WILDCARD_OR_CHARACTER = re.compile(r"\*\*/|\*\*|.", re.DOTALL)
 MAX_README_NBYTES = 16 << 20
@@ -36,22 +55,13 @@ DATASET_KEYS = ("configs", "dataset_info")
 NAME_FILES_HINT = text(
     "name its files in {}, e.g. `hf://datasets/OWNER/NAME/FILE`", Key("data.path")
 )
-
 Splits = Mapping[str, Sequence[str]]  # split -> its files
 # The files of a split, or the splits of a configuration.
 Item = TypeVar("Item")
 
 
 def read_metadata(readme: Path | None, display_name: str = "") -> Mapping[str, object]:
-    """Return the metadata at the top of a dataset's README. It is empty without a README.
-
-    Args:
-        readme: The README.
-        display_name: Its name in errors. Default: its path.
-
-    Raises:
-        PrepError: The metadata is not YAML.
-    """
+    """Return the metadata at the top of a dataset's README, if there is one. Raise PrepError if it is not YAML."""
     from huggingface_hub.repocard import metadata_load
 
     if readme is not None:
@@ -63,11 +73,6 @@ def read_metadata(readme: Path | None, display_name: str = "") -> Mapping[str, o
         what = f"the metadata of {display_name or readme} is malformed"
         why = str(error).partition("\n")[0]
         raise PrepError(what, why, NAME_FILES_HINT) from error
-
-
-def is_dataset(metadata: Mapping[str, object]) -> bool:
-    """Return whether the metadata of a folder's README is of a dataset."""
-    return any(metadata.get(key) for key in DATASET_KEYS)
 
 
 def select_files(
@@ -136,7 +141,8 @@ def select_folder_files(
     Raises:
         UsageError: The dataset has no such configuration or split, or no default.
     """
-    if is_dataset(metadata) or selection.config is not None or selection.split is not None:
+    is_dataset = any(metadata.get(key) for key in DATASET_KEYS)
+    if is_dataset or selection.config is not None or selection.split is not None:
         return select_files(folder, names, metadata, selection, accepts=accepts)
     data = [name for name in names if accepts(name.rpartition("/")[2])]
     splits = splits_by_name(data)
@@ -154,10 +160,7 @@ def _choose_item(
     items = {name: item for name, item in items.items() if item}
     if wanted is None and len(items) == 1:
         return next(iter(items.values()))
-    if wanted is None:
-        name = default
-    else:
-        name = wanted
+    name = default if wanted is None else wanted
     if name in items:
         return items[name]
     if not items:
@@ -194,17 +197,14 @@ def _listed_configs(
     configs: dict[str, Splits] = {}
     for item in _readme_configs(metadata):
         folder = _scalar_text(item.get("data_dir") or "").strip("/")
+        inside = names
         if folder:
             inside = [name for name in names if name.startswith(f"{folder}/")]
-        else:
-            inside = names
         if item.get("data_files"):
-            configs[_scalar_text(item["config_name"])] = _listed_splits(
-                item["data_files"], inside, folder
-            )
+            splits = _listed_splits(item["data_files"], inside, folder)
         else:
-            data = [name for name in inside if _is_visible_data(name, accepts)]
-            configs[_scalar_text(item["config_name"])] = splits_by_name(data)
+            splits = splits_by_name([name for name in inside if _is_visible_data(name, accepts)])
+        configs[_scalar_text(item["config_name"])] = splits
     return configs
 
 
@@ -216,8 +216,7 @@ def _listed_splits(data_files: object, names: Sequence[str], folder: str) -> Spl
         entries = [data_files]
     splits: dict[str, list[str]] = {}
     for entry in entries:
-        is_table = isinstance(entry, dict)
-        if is_table:
+        if isinstance(entry, dict):
             split = entry.get("split")
             patterns = entry.get("path")
         else:
@@ -225,20 +224,15 @@ def _listed_splits(data_files: object, names: Sequence[str], folder: str) -> Spl
             patterns = entry
         files = splits.setdefault(_scalar_text(split), [])
         for pattern in patterns if isinstance(patterns, list) else [patterns]:
+            path = _scalar_text(pattern)
             if folder:
-                path = f"{folder}/{_scalar_text(pattern)}"
-            else:
-                path = _scalar_text(pattern)
+                path = f"{folder}/{path}"
             files += [name for name in names if matches(name, path) and name not in files]
     return splits
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether the path of a file, or of a folder above it, matches a glob. Only `**` spans folders.
-
-    The pattern comes from an untrusted file. The time is the product of both lengths. A regular expression with many
-    wildcards could take exponential time.
-    """
+    """Return whether the path of a file, or of a folder above it, matches a glob. Only `**` spans folders."""
     parts = WILDCARD_OR_CHARACTER.findall(pattern.strip("/"))
     positions = _skip_empty_wildcards({0}, parts)
     for character in name:
@@ -249,11 +243,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def _skip_empty_wildcards(positions: set[int], parts: Sequence[str]) -> set[int]:
-    """Return positions in a pattern, and the positions that follow if wildcards there match no character.
-
-    >>> _skip_empty_wildcards({0}, ["*", "a"])
-    {0, 1}
-    """
+    """Return positions in a pattern, and those that follow if wildcards match nothing: {0} of `*a` -> {0, 1}."""
     reached: set[int] = set()
     for start in positions:
         position = start
@@ -265,20 +255,11 @@ def _skip_empty_wildcards(positions: set[int], parts: Sequence[str]) -> set[int]
 
 
 def _advance_positions(positions: set[int], parts: Sequence[str], character: str) -> set[int]:
-    """Return the positions in a pattern after one more character.
-
-    ~i is the position inside of the wildcard `**/` at i, which ends with a slash.
-    """
+    """Return the positions after one more character. ~i is inside of `**/` at i, which ends with a slash."""
     reached: set[int] = set()
     for position in positions:
-        if position >= 0:
-            index = position
-        else:
-            index = ~position
-        if index < len(parts):
-            part = parts[index]
-        else:
-            part = ""
+        index = position if position >= 0 else ~position
+        part = parts[index] if index < len(parts) else ""
         if part == "**/":
             reached.add(~index)
             if character == "/":
@@ -309,11 +290,83 @@ def splits_by_name(names: Sequence[str]) -> Splits:
     """Return files by the split in their names. All belong to `train` if no name has one."""
     shards = [(name, match["split"]) for name in names if (match := SHARD.search(name))]
     splits: dict[str, list[str]] = {}
-    for name, split in shards or [(name, _split_word(name)) for name in names]:
+    if not shards:
+        for name in names:
+            words = (split for split, word in SPLIT_WORDS.items() if word.search(name))
+            shards.append((name, next(words, "")))
+    for name, split in shards:
         if split:
             splits.setdefault(split, []).append(name)
     return splits or ({DEFAULT_SPLIT: names} if names else {})
 
 
-def _split_word(name: str) -> str:
-    return next((split for split, word in SPLIT_WORDS.items() if word.search(name)), "")
+DICT_FILE = "dataset_dict.json"
+STATE_FILE = "state.json"
+
+
+# Folders of `Dataset.save_to_disk` have a list of Arrow files in `state.json`. Folders of
+# `DatasetDict.save_to_disk` have a list of splits in `dataset_dict.json`, and a folder per split.
+def is_dataset_dict(folder: Path) -> bool:
+    """Return whether a folder is a saved `DatasetDict`, with splits."""
+    return (folder / DICT_FILE).is_file()
+
+
+def is_saved_part(folder: Path) -> bool:
+    """Return whether a folder is a saved `Dataset`: one split of a dataset."""
+    return (folder / STATE_FILE).is_file() and not is_dataset_dict(folder)
+
+
+def dataset_files(folder: Path, selection: Selection) -> list[Path] | None:
+    """Return the Arrow files of a saved dataset in their order, or None for another folder.
+
+    Raises:
+        PrepError: The dataset has no such split, or its list of files is invalid.
+    """
+    if is_dataset_dict(folder):
+        splits = _read_value(folder / DICT_FILE, "splits")
+        name = choose_split(str(folder), splits, selection)
+        folder = resolve_named_path(folder, name, folder / DICT_FILE)
+    state = folder / STATE_FILE
+    if not state.is_file():
+        return None
+    files: list[Path] = []
+    for file in _read_value(state, "_data_files"):
+        name = file.get("filename") if isinstance(file, dict) else None
+        if not isinstance(name, str) or Path(name).name != name:
+            raise _malformed_error(state, f"`_data_files` has {file!r:.60}")
+        files.append(resolve_named_path(folder, name, state))
+    return files
+
+
+def choose_split(name: str, splits: list[Any], selection: Selection) -> str:
+    """Return the split to read: the requested one, the only one, or `train`. Raise UsageError if there is none."""
+    split = selection.split
+    names = [str(item) for item in splits]
+    if split is None and len(names) == 1:
+        return names[0]
+    if (split or DEFAULT_SPLIT) in names:
+        return split or DEFAULT_SPLIT
+    what = f"{name} has no split `{split or DEFAULT_SPLIT}`"
+    hint = ""
+    if names:
+        hint = Text(Key(f"data.{selection.split_key}", names[0]))
+    raise usage_error(what, f"its splits: {', '.join(names) or 'none'}", hint)
+
+
+def _read_value(path: Path, key: str) -> list[Any]:
+    """Return the list under a key of a JSON file."""
+    try:
+        value = load_json(read_regular_file(path))[key]
+    except OSError as error:
+        raise io_error(path, error) from error
+    except ValueError as error:
+        raise _malformed_error(path, str(error)) from error
+    except (KeyError, TypeError) as error:
+        raise _malformed_error(path, f"it has no `{key}`") from error
+    if not isinstance(value, list):
+        raise _malformed_error(path, f"`{key}` is not a list")
+    return value
+
+
+def _malformed_error(path: Path, why: str) -> PrepError:
+    return PrepError(f"{path} is malformed", why, "save the dataset again with `save_to_disk`")

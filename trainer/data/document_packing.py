@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, islice, repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,7 +34,7 @@ import numpy.typing as npt
 
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import count_text
-from trainer.data.joined_array import TokenArray
+from trainer.data.store_files import TokenArray
 from trainer.recipe.text_fields import SEGMENTED
 
 Int64Array = npt.NDArray[np.int64]
@@ -74,16 +75,12 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Window:
-    """The pieces of a window.
-
-    Attributes:
-        first_row: Number of its first row.
-        pieces: Its pieces in the order of the data.
-        rows: Row of each piece, counted from the first row of the window.
-    """
+    """The pieces of a window."""
 
     first_row: int
+    # In the order of the data.
     pieces: Pieces
+    # Row of each piece, counted from the first row of the window.
     rows: npt.NDArray[np.uint16]
 
 
@@ -107,16 +104,7 @@ class DocumentRows:
         seq_length: int,
         n_tokens: int,
     ) -> None:
-        """Read an index of rows.
-
-        Args:
-            windows: The windows.
-            assignments: The rows of their pieces.
-            packing: The recipe's `data.packing`.
-            ends: Ends of the documents, in tokens.
-            seq_length: Length of a row in tokens.
-            n_tokens: Tokens of all documents.
-        """
+        """Read an index of rows. `ends` are the ends of the documents."""
         self._windows = windows
         self._row_ends = np.ascontiguousarray(windows["row_end"])
         self._assignments = assignments
@@ -158,7 +146,11 @@ class DocumentRows:
         ends = self._ends[document : last_document + 1].astype(np.int64)
         pieces = cut_range(np.minimum(ends, end_token), start, self.seq_length)
         assignment = self._assignments[assignment_start : int(entry["assignment_end"])]
-        ordered_rows = _decode_rows(assignment.tobytes())
+        try:
+            differences = np.frombuffer(zlib.decompress(assignment.tobytes()), ROW_DTYPE)
+        except (zlib.error, ValueError) as error:
+            raise _damaged_error(str(error)) from error
+        ordered_rows = np.cumsum(differences, dtype=np.uint16)
         if len(ordered_rows) != len(pieces.lengths):
             raise _damaged_error(
                 f"window {index:,} has {count_text(len(ordered_rows), 'piece')} in them"
@@ -202,20 +194,16 @@ def write_rows(
 ) -> RowCounts:
     """Write the index of all rows. Each token is in one row.
 
-    Args:
-        windows: File of the windows.
-        assignments: File of the assignments.
-        blocks: Returns the ends of the documents, in tokens, in blocks of any size.
-        seq_length: Length of a row in tokens.
-        packing: The recipe's `data.packing`: documents are packed, or each one has rows of its own.
-        window: Number of consecutive pieces to pack together.
+    `blocks` returns the ends of the documents, in blocks of any size. It is called twice. `window` is the number of
+    consecutive pieces to pack together.
     """
     counts = RowCounts()
     entries: list[npt.NDArray[np.void]] = []
     assignment_end = 0
     for pieces in cut_documents(blocks(), seq_length, window):
         rows = ASSIGN[packing](pieces.lengths[ORDERS[packing](pieces.lengths)], seq_length)
-        assignment = _encode_rows(rows)
+        differences = np.diff(rows.astype(np.uint16), prepend=np.uint16(0))
+        assignment = zlib.compress(differences.astype(ROW_DTYPE).tobytes(), COMPRESSION_LEVEL)
         assignments.write(assignment)
         assignment_end += len(assignment)
         counts.n_pieces += len(rows)
@@ -233,21 +221,6 @@ def write_rows(
         index["document"] += np.searchsorted(ends, index["start"], side="right")
     windows.write(index.tobytes())
     return counts
-
-
-def _decode_rows(data: bytes) -> npt.NDArray[np.uint16]:
-    """Return the rows of pieces."""
-    try:
-        differences = np.frombuffer(zlib.decompress(data), ROW_DTYPE)
-    except (zlib.error, ValueError) as error:
-        raise _damaged_error(str(error)) from error
-    return np.cumsum(differences, dtype=np.uint16)
-
-
-def _encode_rows(rows: npt.NDArray[np.integer]) -> bytes:
-    """Return the compressed rows of pieces."""
-    differences = np.diff(rows.astype(np.uint16), prepend=np.uint16(0))
-    return zlib.compress(differences.astype(ROW_DTYPE).tobytes(), COMPRESSION_LEVEL)
 
 
 def _damaged_error(why: str) -> PrepError:
@@ -280,10 +253,7 @@ def cut_documents(ends: Iterable[Int64Array], seq_length: int, window: int) -> I
 
 
 def _cut_blocks(ends: Iterable[Int64Array], seq_length: int, max_pieces: int) -> Iterator[Pieces]:
-    """Yield the pieces of documents, at most `max_pieces` at a time.
-
-    The bound is on pieces and not on documents because one document may have billions of tokens.
-    """
+    """Yield the pieces of documents, at most `max_pieces` at a time: one document may have billions of tokens."""
     block_start = 0
     for document_ends in ends:
         if not len(document_ends):
@@ -305,13 +275,7 @@ def _cut_blocks(ends: Iterable[Int64Array], seq_length: int, max_pieces: int) ->
 
 
 def cut_range(ends: Int64Array, start: int, seq_length: int) -> Pieces:
-    """Cut the documents of a range of tokens into pieces.
-
-    Args:
-        ends: Ends of the documents in the range.
-        start: Start of the range, and of a piece.
-        seq_length: Length of a row in tokens.
-    """
+    """Cut the documents with some ends into pieces. The range begins with a piece, perhaps within a document."""
     starts = np.concatenate([[start], ends[:-1]])
     counts = -(-(ends - starts) // seq_length)
     # Number of each piece in its document, e.g. counts [1, 2] -> [0, 0, 1].
@@ -351,11 +315,7 @@ def number_rows(rows: npt.NDArray[np.integer[Any]]) -> Int64Array:
 
 
 def best_fit(lengths: npt.NDArray[np.int32], seq_length: int) -> Int64Array:
-    """Put each piece into the fullest row with enough room for it, or into a new row.
-
-    Args:
-        lengths: Lengths of the pieces, the longest first.
-        seq_length: Length of a row in tokens.
+    """Put each piece, the longest first, into the fullest row with enough room for it, or into a new row.
 
     Returns:
         The row of each piece. Rows are numbered by their longest pieces.
@@ -376,7 +336,9 @@ def best_fit(lengths: npt.NDArray[np.int32], seq_length: int) -> Int64Array:
             room, rows = open_rows.take(length, count, seq_length)
             fitting = room // length
             n_placed = min(count, len(rows) * fitting)
-            placed += _repeat_each(rows, fitting)[:n_placed]
+            # E.g. rows 5 and 6 with room for two pieces each: 5, 5, 6, 6.
+            repeated = chain.from_iterable(repeat(row, fitting) for row in rows)
+            placed += islice(repeated, n_placed)
             n_missing = len(rows) * fitting - n_placed
             if n_missing:
                 # The pieces of this length end before the last row is full.
@@ -387,25 +349,11 @@ def best_fit(lengths: npt.NDArray[np.int32], seq_length: int) -> Int64Array:
     return np.array(placed, np.int64)
 
 
-def _repeat_each(rows: list[int], count: int) -> list[int]:
-    """Return each row `count` times, e.g. [5, 6] and 2 -> [5, 5, 6, 6]."""
-    if count == 1:
-        return rows
-    repeated: list[int] = []
-    for row in rows:
-        repeated += [row] * count
-    return repeated
-
-
 class _OpenRows:
     """Rows with room for another piece."""
 
     def __init__(self, shortest: int) -> None:
-        """Start without rows.
-
-        Args:
-            shortest: Length of the shortest piece. A row with less room is full.
-        """
+        """Start without rows. One with less room than the shortest piece is full."""
         # `_rows` has the open rows by their free tokens. `_rooms` has its nonempty keys, ascending, so
         # that bisection finds the least sufficient room.
         self._shortest = shortest
@@ -414,12 +362,7 @@ class _OpenRows:
         self._n_rows = 0
 
     def take(self, length: int, count: int, seq_length: int) -> tuple[int, list[int]]:
-        """Remove the rows for the next pieces of a length. New rows if none has enough room.
-
-        Args:
-            length: Length of the pieces.
-            count: Maximum number of pieces.
-            seq_length: Length of a row in tokens.
+        """Remove the rows for at most `count` pieces of a length. New rows if none has enough room.
 
         Returns:
             The free tokens of each of the rows, and the rows in the order of their pieces.
@@ -427,12 +370,13 @@ class _OpenRows:
         best = bisect_left(self._rooms, length)
         if best == len(self._rooms):
             first_row = self._n_rows
-            self._n_rows += _ceil_div(count, seq_length // length)
+            self._n_rows += -(-count // (seq_length // length))
             return seq_length, list(range(first_row, self._n_rows))
         room = self._rooms[best]
         rows = self._rows[room]
         # The row that was added last is taken first.
-        taken = rows[-_ceil_div(count, room // length) :]
+        n_rows = -(-count // (room // length))
+        taken = rows[-n_rows:]
         del rows[-len(taken) :]
         if not rows:
             del self._rooms[best]
@@ -447,25 +391,12 @@ class _OpenRows:
         self._rows[room] += rows
 
 
-def _ceil_div(dividend: int, divisor: int) -> int:
-    """Return a quotient of positive numbers, rounded up."""
-    return -(-dividend // divisor)
-
-
-def _one_per_row(lengths: npt.NDArray[np.int32], seq_length: int) -> Int64Array:
-    return np.arange(len(lengths))
-
-
-def _in_data_order(lengths: npt.NDArray[np.int32]) -> Int64Array:
-    return np.arange(len(lengths))
-
-
 # By `data.packing`: the order in which the rows of pieces are stored, and the rows of pieces in this order.
 ORDERS: Mapping[str, Callable[[npt.NDArray[np.int32]], Int64Array]] = {
     SEGMENTED: longest_first,
-    "none": _in_data_order,
+    "none": lambda lengths: np.arange(len(lengths)),
 }
 ASSIGN: Mapping[str, Callable[[npt.NDArray[np.int32], int], Int64Array]] = {
     SEGMENTED: best_fit,
-    "none": _one_per_row,
+    "none": lambda lengths, seq_length: np.arange(len(lengths)),
 }

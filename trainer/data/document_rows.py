@@ -36,14 +36,8 @@ from trainer.data.document_packing import (
     write_rows,
 )
 from trainer.data.files import Note
-from trainer.data.new_folders import HashingFile, discard_folder, new_folder
-from trainer.data.store import (
-    DamagedStoreError,
-    MappedTokens,
-    StoreMeta,
-    document_end_blocks,
-    file_digest,
-)
+from trainer.data.store import DamagedStoreError, MappedTokens, StoreMeta, document_end_blocks
+from trainer.data.store_files import HashingFile, discard_folder, file_digest, new_folder
 
 # Part of the identity of rows. Raise it when the same documents give other rows.
 ROWS_VERSION = 1
@@ -81,12 +75,7 @@ class RowsMeta:
 
 
 def make_rows(tokens: MappedTokens, packing: str) -> DocumentRows:
-    """Return the rows of a token store, made in memory.
-
-    Args:
-        tokens: The token store.
-        packing: The recipe's `data.packing`.
-    """
+    """Return the rows of a token store, made in memory."""
     buffers = {name: io.BytesIO() for name in DTYPES}
     _write_files(buffers, tokens, packing)
     arrays = {name: np.frombuffer(buffers[name].getvalue(), DTYPES[name]) for name in DTYPES}
@@ -120,24 +109,21 @@ def _document_rows(
 def stored_rows(
     store: Path, meta: StoreMeta, tokens: MappedTokens, packing: str, *, target: Path, note: Note
 ) -> DocumentRows:
-    """Return the stored rows of a token store. Compute missing or damaged ones.
+    """Return the stored rows of a token store. Compute missing or damaged ones in the folder `target`.
 
-    Several processes may do so at the same time. If the rows cannot be written, they are made in
-    memory.
-
-    Args:
-        store: Folder of the store.
-        meta: Its metadata.
-        tokens: The mapped store.
-        packing: The recipe's `data.packing`.
-        target: Folder for missing rows: the store, or a temporary folder.
-        note: Called with messages for the user.
+    Several processes may do so at the same time. If the rows cannot be written, they are made in memory.
     """
     identity = rows_identity(meta, packing, tokens.seq_length)
     try:
-        rows = _read_valid_rows(store / identity, tokens, note, discards=target == store)
-        if rows is not None:
-            return rows
+        try:
+            return read_rows(store / identity, tokens)
+        except FileNotFoundError:
+            pass
+        except DamagedStoreError as error:
+            if not isinstance(error, EarlierRowsError):
+                note(f"{error.what} ({error.why}): they are rebuilt")
+            if target == store:
+                discard_folder(store / identity)
         _build_rows(target / identity, tokens, packing, note)
         return read_rows(target / identity, tokens, checks_digests=False)
     except (OSError, PrepError) as error:
@@ -155,10 +141,7 @@ def open_rows(store: Path, meta: StoreMeta, tokens: MappedTokens, packing: str) 
 
 
 def rows_identity(meta: StoreMeta, packing: str, seq_length: int) -> str:
-    """Return the name of the folder of stored rows, a digest.
-
-    Rows with equal digests are equal: it covers the token store, the packing and the sequence length.
-    """
+    """Return the name of the folder of stored rows: a digest of the token store, the packing and the length."""
     inputs = {
         "version": ROWS_VERSION,
         "tokens": meta.identity,
@@ -173,12 +156,7 @@ def rows_identity(meta: StoreMeta, packing: str, seq_length: int) -> str:
 
 
 def read_rows(folder: Path, tokens: MappedTokens, *, checks_digests: bool = True) -> DocumentRows:
-    """Map stored rows into memory.
-
-    Args:
-        folder: The rows.
-        tokens: The token store.
-        checks_digests: Read all bytes to check the digests. False if another process has done so.
+    """Map stored rows into memory. Their digests are not checked if another process has done so.
 
     Raises:
         FileNotFoundError: There are no rows.
@@ -222,29 +200,6 @@ def _map_arrays(
         n_items = nbytes // dtype.itemsize
         arrays[name] = np.asarray(np.memmap(path, dtype, "r", shape=(n_items,)))
     return arrays
-
-
-def _read_valid_rows(
-    folder: Path, tokens: MappedTokens, note: Note, *, discards: bool
-) -> DocumentRows | None:
-    """Return stored rows, or None if they are missing or damaged.
-
-    Args:
-        folder: The rows.
-        tokens: The token store.
-        note: Called with a message about damage.
-        discards: Remove damaged rows.
-    """
-    try:
-        return read_rows(folder, tokens)
-    except FileNotFoundError:
-        return None
-    except DamagedStoreError as error:
-        if not isinstance(error, EarlierRowsError):
-            note(f"{error.what} ({error.why}): they are rebuilt")
-    if discards:
-        discard_folder(folder)
-    return None
 
 
 def _build_rows(folder: Path, tokens: MappedTokens, packing: str, note: Note) -> None:

@@ -1,27 +1,55 @@
-"""Encode examples in batches and in threads."""
+"""Encode examples in batches and in threads, and fit documents that are longer than a sequence."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.encoded_batch import EncodedBatch
-from trainer.data.examples import Example, LossSpan, Segment, TokenIds
-from trainer.data.ignored_parts import NO_LOSS, NO_STOP_TOKEN, lacks_stop_token
-from trainer.data.readers.text_file import TEXT_CHUNK_NBYTES
-from trainer.data.tokenizer import TextTokenizer
+from prepcli.core.json_values import JsonValue
+from trainer.data.examples import (
+    CUT_DOCUMENTS,
+    DROPPED_DOCUMENTS,
+    NO_LOSS,
+    NO_STOP_TOKEN,
+    Example,
+    LossSpan,
+    Segment,
+    lacks_stop_token,
+)
+from trainer.data.readers.text_files import TEXT_CHUNK_NBYTES
+from trainer.data.tokenizer import TextTokenizer, TokenIds
+from trainer.recipe.text_fields import WHOLE_TOKENS, Overlong
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedBatch:
+    """Tokens of consecutive examples.
+
+    Attributes:
+        ids: Token ids of all documents, one document after the other.
+        weights: Loss weight of each token as a target, 0 to 1, float32. None if all are 1.
+        ends: End of each complete document in `ids`. Tokens after the last end are the first part of a
+            document of the next batch.
+        ignored: Number of each ignored part of the examples, by name.
+    """
+
+    ids: TokenIds
+    weights: npt.NDArray[np.float32] | None
+    ends: npt.NDArray[np.int64]
+    ignored: Mapping[str, int]
+
 
 # Bytes of text of a batch: a chunk for every core, also on a machine with fewer than 4. Encoding takes
 # about 100 times as much memory, so 64 chunks of 256 KiB are 1.6 GB.
 ENCODE_BATCH_NBYTES = TEXT_CHUNK_NBYTES * min(max(os.cpu_count() or 1, 4), 64)
 NO_IDS = np.array([], np.uint32)
-
 # Loss weight of a segment: one number for all tokens, or an array with one per token.
 Weights: TypeAlias = int | npt.NDArray[np.float32]
 
@@ -34,12 +62,9 @@ class ExampleBatch(NamedTuple):
 
 
 def batch_examples(examples: Iterable[tuple[int, Example]]) -> Iterator[ExampleBatch]:
-    """Group examples in order, up to ENCODE_BATCH_NBYTES of one shard per group.
+    """Group examples with their shards in order, up to ENCODE_BATCH_NBYTES of one shard per group.
 
     A larger one is a group by itself.
-
-    Args:
-        examples: The examples, each with its shard.
     """
     batch = ExampleBatch(0, [])
     nbytes = 0
@@ -60,15 +85,7 @@ def batch_examples(examples: Iterable[tuple[int, Example]]) -> Iterator[ExampleB
 
 
 def encode_batch(batch: Sequence[Example], tokenizer: TextTokenizer) -> EncodedBatch:
-    """Return the tokens of examples. The source of an example is a document before its target.
-
-    Args:
-        batch: The examples.
-        tokenizer: Tokenizer of their texts.
-
-    Raises:
-        PrepError: The tokenizer fails.
-    """
+    """Return the tokens of examples. The source of an example is a document before its target."""
     # One call of the library encodes all segments of the batch, and spreads them over the cores. Python
     # does constant work per segment, and NumPy the rest.
     segments: list[Segment] = []
@@ -86,7 +103,11 @@ def encode_batch(batch: Sequence[Example], tokenizer: TextTokenizer) -> EncodedB
     lengths = np.array([len(ids) for ids, _ in encoded], np.int64)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     ids = np.concatenate([NO_IDS, *(ids for ids, _ in encoded)])
-    weights = _join_weights([weights for _, weights in encoded], lengths)
+    weights = None
+    if not all(isinstance(value, int) and value for _, value in encoded):
+        weights = np.empty(bounds[-1], np.float32)
+        for start, end, (_, value) in zip(bounds[:-1].tolist(), bounds[1:].tolist(), encoded):
+            weights[start:end] = value
     ends = bounds[document_ends]
     return EncodedBatch(ids, weights, ends, _count_ignored(batch, ids, weights, ends))
 
@@ -113,8 +134,12 @@ def _encode_segments(
     segments: Sequence[Segment], tokenizer: TextTokenizer
 ) -> Iterator[tuple[TokenIds, Weights]]:
     """Yield the ids and the weights of each segment."""
-    texts = _texts_of_segments(segments, with_spans=False)
-    span_texts = _texts_of_segments(segments, with_spans=True)
+    texts: list[str] = []
+    span_texts: list[str] = []
+    for segment in segments:
+        if isinstance(segment.content, str):
+            group = texts if segment.loss_spans is None else span_texts
+            group.append(segment.content)
     text_ids = iter(tokenizer.encode(texts))
     span_ids = iter(tokenizer.encode_with_offsets(span_texts))
     for segment in segments:
@@ -127,24 +152,12 @@ def _encode_segments(
             yield segment.content, segment.weight
 
 
-def _texts_of_segments(segments: Sequence[Segment], *, with_spans: bool) -> list[str]:
-    """Return the texts of the segments with loss spans, or of those without."""
-    return [
-        segment.content
-        for segment in segments
-        if isinstance(segment.content, str) and (segment.loss_spans is not None) == with_spans
-    ]
-
-
 def span_weights(
     offsets: npt.NDArray[np.int64], spans: Sequence[LossSpan]
 ) -> npt.NDArray[np.float32]:
-    """Return the loss weight of each token of a text.
+    """Return the loss weight of each token with the offsets [T, 2] in characters.
 
-    Args:
-        offsets: Start and end of each token in the text, in characters [T, 2].
-        spans: The parts of the text with loss. Overlapping tokens have their weight, and all tokens
-            between the first and the last of them.
+    Tokens that overlap a span have its weight, and all tokens between the first and the last of them.
     """
     weights = np.zeros(len(offsets), np.float32)
     starts = offsets[:, 0]
@@ -159,20 +172,6 @@ def span_weights(
     return weights
 
 
-def _join_weights(
-    weights: Sequence[Weights], lengths: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float32] | None:
-    """Return the loss weight of each token of segments, or None if all are 1."""
-    if all(isinstance(value, int) and value for value in weights):
-        return None
-    joined = np.empty(lengths.sum(), np.float32)
-    ends = np.cumsum(lengths).tolist()
-    starts = [0, *ends]
-    for start, end, value in zip(starts, ends, weights):
-        joined[start:end] = value
-    return joined
-
-
 # The process of the tokenizer encodes one batch after another, on all cores (RAYON_NUM_THREADS limits the threads of
 # the `tokenizers` library). A second thread joins the texts of the next batch and the ids of the last one meanwhile.
 ENCODE_THREADS = 2
@@ -183,17 +182,9 @@ BATCHES_AHEAD = 3
 def encode_batches(
     batches: Iterable[ExampleBatch], tokenizer: TextTokenizer
 ) -> Generator[tuple[ExampleBatch, EncodedBatch], None, None]:
-    """Yield batches of examples with their tokens, in order.
+    """Yield batches of examples with their tokens, in order. They are read in the calling thread.
 
-    Batches are read ahead by a constant number, so errors do not depend on the speed of the
-    threads.
-
-    Args:
-        batches: The batches. They are read in the calling thread.
-        tokenizer: Tokenizer of their texts.
-
-    Raises:
-        PrepError: The tokenizer fails.
+    Batches are read ahead by a constant number, so errors do not depend on the speed of the threads.
     """
     executor = ThreadPoolExecutor(ENCODE_THREADS, "encode")
     pending: deque[tuple[ExampleBatch, Future[EncodedBatch]]] = deque()
@@ -201,16 +192,87 @@ def encode_batches(
         for batch in batches:
             pending.append((batch, executor.submit(encode_batch, batch.examples, tokenizer)))
             if len(pending) > BATCHES_AHEAD:
-                yield _take_first(pending)
-        while pending:
-            yield _take_first(pending)
+                first, encoded = pending.popleft()
+                yield first, encoded.result()
+        for batch, encoded in pending:
+            yield batch, encoded.result()
     finally:
         executor.shutdown(cancel_futures=True)
 
 
-def _take_first(
-    pending: deque[tuple[ExampleBatch, Future[EncodedBatch]]],
-) -> tuple[ExampleBatch, EncodedBatch]:
-    """Remove the first batch, wait for its tokens, and return both."""
-    batch, encoded = pending.popleft()
-    return batch, encoded.result()
+@dataclass(frozen=True, slots=True)
+class OverlongRule:
+    """How long documents are made to fit.
+
+    Attributes:
+        choice: The recipe's `data.overlong`.
+        seq_length: Maximum tokens of a document.
+        bos_id: The beginning-of-sequence token, which stays at the start of a document. None without one.
+    """
+
+    choice: Overlong
+    seq_length: int
+    bos_id: int | None = None
+
+    def identity_inputs(self) -> list[JsonValue] | None:
+        """Return the inputs of a store's identity. None if the store has all tokens."""
+        if self.choice == WHOLE_TOKENS:
+            return None
+        return [self.choice, self.seq_length, self.bos_id]
+
+
+def fit_documents(batch: EncodedBatch, rule: OverlongRule) -> EncodedBatch:
+    """Return a batch without the tokens that are too many, and count what is cut and dropped.
+
+    >>> batch = EncodedBatch(np.arange(7), None, np.array([5, 7]), {})
+    >>> fit_documents(batch, OverlongRule("truncate", 3)).ids.tolist()
+    [0, 1, 2, 5, 6]
+
+    Args:
+        batch: Tokens of whole documents.
+        rule: The rule for those with more tokens than a sequence.
+    """
+    starts = np.concatenate([[0], batch.ends[:-1]])
+    lengths = batch.ends - starts
+    too_long = np.flatnonzero(lengths > rule.seq_length)
+    if rule.choice == WHOLE_TOKENS or not len(too_long):
+        return batch
+    keeps = np.ones(len(batch.ids), bool)
+    for document in too_long.tolist():
+        part = slice(int(starts[document]), int(batch.ends[document]))
+        weights = None
+        if batch.weights is not None:
+            weights = batch.weights[part]
+        keeps[part] = _kept_tokens(batch.ids[part], weights, rule)
+    # E.g. documents of 5 and 2 tokens of which 3 and 2 stay have the ends [3, 5].
+    ends = np.concatenate([[0], np.cumsum(keeps)])[batch.ends]
+    weights = batch.weights
+    if weights is not None:
+        weights = weights[keeps]
+    name = CUT_DOCUMENTS
+    if rule.choice == "drop":
+        name = DROPPED_DOCUMENTS
+        ends = np.delete(ends, too_long)
+    ignored = {**batch.ignored, name: len(too_long)}
+    return EncodedBatch(batch.ids[keeps], weights, ends, ignored)
+
+
+def _kept_tokens(
+    ids: npt.NDArray[np.uint32], weights: npt.NDArray[np.float32] | None, rule: OverlongRule
+) -> npt.NDArray[np.bool_]:
+    """Return which tokens of a long document stay [T]."""
+    keeps = np.zeros(len(ids), bool)
+    if rule.choice == "drop":
+        return keeps
+    first = 0
+    n_kept = rule.seq_length
+    if rule.choice == "truncate_prompt" and weights is not None:
+        # The prompt is what precedes the first token with loss. Its start is cut, without its
+        # beginning-of-sequence token, and the end of the document only if the rest does not fit alone.
+        n_prompt = int(np.argmax(weights > 0)) if weights.any() else len(ids)
+        if n_prompt and ids[0] == rule.bos_id:
+            keeps[0] = True
+            n_kept -= 1
+        first = min(n_prompt, len(ids) - n_kept)
+    keeps[first : first + n_kept] = True
+    return keeps

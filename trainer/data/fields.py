@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -11,14 +10,15 @@ import numpy as np
 
 from prepcli.core.errors import Key, PrepError, Text, usage_error
 from trainer.data.chat import ChatBuilder
-from trainer.data.column_values import check_columns, ids_value, text_value
-from trainer.data.example_settings import (
+from trainer.data.columns import check_columns, ids_value, text_value
+from trainer.data.examples import (
+    Example,
     ExampleSettings,
+    Segment,
     begin_segments,
     largest_added_id,
     token_segment,
 )
-from trainer.data.examples import Example, Segment
 from trainer.data.readers.reader import DataPiece, Record, TextChunk
 from trainer.recipe.text_fields import (
     Field,
@@ -38,44 +38,30 @@ FIELDS_COLUMN_HINT = Text(Key("data.fields_from_example", "COLUMN", is_override=
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a document. It turns each record into one segment.
+    """A part of a document: the texts of columns, a column of token ids, or the same tokens for every record."""
 
-    Attributes:
-        weight: Loss weight of its tokens.
-        max_extra_token_id: Largest id from fields and settings, or -1. The tokenizer's ids may be
-            larger.
-        segment: Returns the segment of a record.
-    """
-
+    content: TextField | TokenIdsField | Segment
     weight: int
-    max_extra_token_id: int
-    segment: Callable[[Record], Segment]
+    vocab: int
+    separator: str = ""
+    prefix: str = ""
 
+    @property
+    def max_extra_token_id(self) -> int:
+        """Largest id that is not the tokenizer's, or -1."""
+        if isinstance(self.content, Segment):
+            assert not isinstance(self.content.content, str)
+            return int(self.content.content.max())
+        return -1 if isinstance(self.content, TextField) else self.vocab - 1
 
-def _text_part(columns: tuple[str, ...], separator: str, *, prefix: str, weight: int) -> _Part:
-    """Return the part for the joined texts of columns."""
-
-    def segment(record: Record) -> Segment:
-        texts = [text_value(record, column) for column in columns]
-        return Segment(prefix + separator.join(texts), weight)
-
-    return _Part(weight, -1, segment)
-
-
-def _ids_part(column: str, vocab: int, weight: int) -> _Part:
-    """Return the part for a column of token ids. Ids must be less than `vocab`."""
-
-    def segment(record: Record) -> Segment:
-        return Segment(ids_value(record, column, vocab), weight)
-
-    return _Part(weight, vocab - 1, segment)
-
-
-def _tokens_part(token_ids: tuple[int, ...], weight: int) -> _Part:
-    """Return a part with the same tokens for every record."""
-    # One segment serves all records: no code changes the ids of a segment.
-    constant = Segment(np.array(token_ids, np.uint32), weight)
-    return _Part(weight, max(token_ids), lambda record: constant)
+    def segment(self, record: Record) -> Segment:
+        """Return the segment of a record. One serves all records if the tokens are constant."""
+        if isinstance(self.content, Segment):
+            return self.content
+        if isinstance(self.content, TokenIdsField):
+            return Segment(ids_value(record, self.content.column, self.vocab), self.weight)
+        texts = [text_value(record, column) for column in self.content.columns]
+        return Segment(self.prefix + self.separator.join(texts), self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,27 +103,17 @@ class CompiledFields:
 
 
 def compile_list(fields: FieldList, settings: ExampleSettings, *, vocab: int) -> CompiledFields:
-    """Turn a list of fields into functions from a record to the segments of its source and target.
+    """Turn a list of fields into the parts of its source and target.
 
     E.g. without an encoder, "[question], answer" has a part of weight 0 and a part of weight 1.
     With an encoder, the part in brackets is the source.
-
-    Args:
-        fields: The fields.
-        settings: Whether the model has an encoder, its special tokens, and the texts to add.
-        vocab: Size of the model's vocabulary without padding.
 
     Raises:
         FieldsError: The model does not have a token of the list, the list has no source for the
             encoder, or its first field cannot follow `prepend_text`.
     """
     if not settings.has_encoder:
-        weighted: list[tuple[Field, int]] = []
-        for field, is_bracketed in fields.items:
-            weight = 1
-            if is_bracketed:
-                weight = 0
-            weighted.append((field, weight))
+        weighted = [(field, int(not is_bracketed)) for field, is_bracketed in fields.items]
         target = _compile_parts(weighted, settings, vocab=vocab, prefix=settings.prepend_text)
         return CompiledFields(target, None, fields.columns)
     if not fields.source:
@@ -153,9 +129,7 @@ def _join_texts(fields: tuple[Field, ...]) -> list[tuple[Field, int]]:
     """Join adjacent text fields, to tokenize them as one text. All fields have weight 1."""
     joined: list[tuple[Field, int]] = []
     for field in fields:
-        before: Field | None = None
-        if joined:
-            before = joined[-1][0]
+        before = joined[-1][0] if joined else None
         if isinstance(field, TextField) and isinstance(before, TextField):
             joined[-1] = TextField((*before.columns, *field.columns)), 1
         else:
@@ -166,32 +140,25 @@ def _join_texts(fields: tuple[Field, ...]) -> list[tuple[Field, int]]:
 def _compile_parts(
     weighted: list[tuple[Field, int]], settings: ExampleSettings, *, vocab: int, prefix: str = ""
 ) -> tuple[_Part, ...]:
-    """Return the parts of a document.
-
-    Args:
-        weighted: The fields with their loss weights.
-        settings: The tokens and texts to add.
-        vocab: Size of the model's vocabulary without padding.
-        prefix: Text put before the first field.
-    """
+    """Return the parts of fields with their loss weights. The prefix is a text put before the first field."""
     if prefix and not isinstance(weighted[0][0], TextField):
         raise FieldsError("its first field must be a text, which follows the text put before it")
     parts: list[_Part] = []
-    begin_ids = settings.begin_ids(weighted[0][0])
-    if begin_ids:
-        parts.append(_tokens_part(begin_ids, 0))
+
+    def add_tokens(ids: tuple[int, ...], weight: int) -> None:
+        parts.append(_Part(Segment(np.array(ids, np.uint32), weight), weight, vocab))
+
+    if begin_ids := settings.begin_ids(weighted[0][0]):
+        add_tokens(begin_ids, 0)
     for field, weight in weighted:
-        if isinstance(field, TextField):
-            separator = settings.subfield_separator
-            parts.append(_text_part(field.columns, separator, prefix=prefix, weight=weight))
-        elif isinstance(field, TokenIdsField):
-            parts.append(_ids_part(field.column, vocab, weight))
+        if isinstance(field, TokenField):
+            add_tokens((_token_id(field, settings, vocab),), weight)
         else:
-            parts.append(_tokens_part((_token_id(field, settings, vocab),), weight))
+            parts.append(_Part(field, weight, vocab, settings.subfield_separator, prefix))
         # Only the first field has the prefix.
         prefix = ""
     if settings.end_id is not None:
-        parts.append(_tokens_part((settings.end_id,), 1))
+        add_tokens((settings.end_id,), 1)
     return tuple(parts)
 
 
@@ -235,10 +202,6 @@ class ExampleBuilder(Protocol):
 def compile_fields(settings: ExampleSettings, *, vocab: int) -> ExampleBuilder:
     """Return a builder of examples for the settings.
 
-    Args:
-        settings: The settings.
-        vocab: Size of the model's vocabulary without padding.
-
     Raises:
         UsageError: The fields are not in the grammar, or name a token unknown to the model.
     """
@@ -255,19 +218,13 @@ def compile_fields(settings: ExampleSettings, *, vocab: int) -> ExampleBuilder:
         raise usage_error(what, str(error), FIELDS_HINT) from None
 
 
-@dataclass(frozen=True, slots=True)
 class _TextBuilder:
     """Builds examples of data without columns."""
 
-    settings: ExampleSettings
-
-    @property
-    def has_weights(self) -> bool:
-        return bool(self.settings.begin_ids())
-
-    @property
-    def max_extra_token_id(self) -> int:
-        return largest_added_id(self.settings)
+    def __init__(self, settings: ExampleSettings) -> None:
+        self.settings = settings
+        self.has_weights = bool(settings.begin_ids())
+        self.max_extra_token_id = largest_added_id(settings)
 
     def build(self, piece: DataPiece) -> Example:
         assert isinstance(piece, TextChunk)
@@ -284,20 +241,15 @@ class _TextBuilder:
         return Example(tuple(segments), piece.nbytes, ends_document=piece.ends_document)
 
 
-@dataclass(frozen=True, slots=True)
 class _RecordFieldsBuilder:
     """Builds examples of records with a column for their fields."""
 
-    settings: ExampleSettings
-    vocab: int
+    has_weights = True
 
-    @property
-    def has_weights(self) -> bool:
-        return True
-
-    @property
-    def max_extra_token_id(self) -> int:
-        return self.vocab - 1
+    def __init__(self, settings: ExampleSettings, vocab: int) -> None:
+        self.settings = settings
+        self.vocab = vocab
+        self.max_extra_token_id = vocab - 1
 
     def build(self, piece: DataPiece) -> Example:
         assert isinstance(piece, Record)

@@ -1,36 +1,71 @@
-"""Find data files in a fixed order, and their type by their suffixes."""
+"""Find data files in a fixed order, here and by URL, and their type by their suffixes."""
 
 from __future__ import annotations
 
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NoReturn, Protocol
 
 from prepcli.core.errors import Key, PrepError, Text, usage_error
 from prepcli.core.formatting import suggest
-from prepcli.core.json_values import load_json
-from prepcli.stores.files import not_regular_error, read_regular_file, resolve_named_path
+from prepcli.stores.files import not_regular_error
 from trainer.data.dataset_layout import (
     README,
+    WHOLE,
+    Selection,
+    dataset_files,
+    is_dataset_dict,
+    is_saved_part,
     read_metadata,
     select_folder_files,
 )
 from trainer.data.files import DataFile, Note, io_error
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import Reader
-from trainer.data.remote_files import (
-    GLOB_SIGNS,
-    WHOLE,
-    NoRemoteFiles,
-    RemoteFiles,
-    Selection,
-    is_url,
-)
 from trainer.recipe.text_fields import DataType, FileType
+
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# Signs of a glob in the URL of an object store.
+GLOB_SIGNS = re.compile(r"[*?]")
+
+
+class RemoteFiles(Protocol):
+    """Finder of data files by URL."""
+
+    def find(
+        self, url: str, accepts: Callable[[str], bool], selection: Selection
+    ) -> Sequence[DataFile]:
+        """List the data files of a URL, without reading them.
+
+        Args:
+            url: A file, a folder or a glob in an object store, or a dataset on the hub.
+            accepts: Returns whether a file of a folder is data, by its name.
+            selection: Part of a dataset on the hub.
+
+        Raises:
+            PrepError: There is no such file, or the store cannot be reached.
+        """
+        ...
+
+
+class NoRemoteFiles:
+    """RemoteFiles of a caller that reads only local files."""
+
+    def find(
+        self, url: str, accepts: Callable[[str], bool], selection: Selection
+    ) -> Sequence[DataFile]:
+        """Raise UsageError: there are no remote files."""
+        raise usage_error(f"cannot read {url}", "only local files are read here", "pass a path")
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path is a URL."""
+    return URL.match(path) is not None
+
 
 NO_REMOTE_FILES = NoRemoteFiles()
 HUB_SCHEME = "hf://"
@@ -118,9 +153,16 @@ def _check_selection(paths: Sequence[str], selection: Selection) -> None:
         return
     on_hub = any(path.startswith(HUB_SCHEME) for path in paths)
     folders = [match for path in paths for match in _expand_glob(path) if match.is_dir()]
-    is_remote = on_hub or any(_names_bucket_folder(path) for path in paths)
+    is_remote = on_hub or any(
+        is_url(path)
+        and not GLOB_SIGNS.search(path)
+        and not _is_data_file(path.rpartition("/")[2], data_type="auto")
+        for path in paths
+    )
     has_splits = is_remote or any(not is_saved_part(folder) for folder in folders)
-    has_configs = is_remote or any(is_plain_folder(folder) for folder in folders)
+    has_configs = is_remote or any(
+        not is_dataset_dict(folder) and not is_saved_part(folder) for folder in folders
+    )
     parts = {
         "config": (selection.config, has_configs),
         selection.split_key: (selection.split, has_splits),
@@ -139,13 +181,6 @@ def _check_selection(paths: Sequence[str], selection: Selection) -> None:
             )
 
 
-def _names_bucket_folder(path: str) -> bool:
-    """Return whether a path may be a folder in a bucket: no glob, and no name of a data file."""
-    if not is_url(path) or GLOB_SIGNS.search(path):
-        return False
-    return not _is_data_file(path.rpartition("/")[2], data_type="auto")
-
-
 def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileType:
     """Return the type of data files: the recipe's, or the one of all their suffixes.
 
@@ -158,7 +193,7 @@ def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileT
     for file in files:
         name = str(file.path if isinstance(file, DataFile) else file)
         matching: list[FileType] = [
-            key for key, reader in READERS.items() if reader.matches_named_file(name)
+            key for key, reader in READERS.items() if reader.matches(name, is_named=True)
         ]
         if not matching:
             why = f"known suffixes: {', '.join(_folder_suffixes('auto'))}"
@@ -221,7 +256,7 @@ def _folder_files(
 
 def _is_data_file(name: str, *, data_type: DataType) -> bool:
     """Return whether a file of a folder has a suffix of a type. `auto` accepts every type."""
-    return any(reader.matches_folder_file(name) for reader in _readers_for_type(data_type))
+    return any(reader.matches(name) for reader in _readers_for_type(data_type))
 
 
 def _readers_for_type(data_type: DataType) -> Sequence[Reader]:
@@ -233,138 +268,41 @@ def _readers_for_type(data_type: DataType) -> Sequence[Reader]:
 
 def _walk_visible(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder. Hidden files and folders are skipped."""
-    for root, folders, names in os.walk(folder, onerror=_raise_io_error):
+
+    def fail(error: OSError) -> NoReturn:
+        raise io_error(Path(error.filename), error)
+
+    for root, folders, names in os.walk(folder, onerror=fail):
         # `os.walk` visits only the folders that remain in this list.
         folders[:] = (name for name in folders if not name.startswith("."))
         yield from (Path(root, name) for name in names if not name.startswith("."))
 
 
-def _raise_io_error(error: OSError) -> None:
-    raise io_error(Path(error.filename), error)
-
-
 def _folder_suffixes(data_type: DataType) -> list[str]:
     """Return the suffixes of data files of a type in a folder."""
-    suffixes: list[str] = []
-    for reader in _readers_for_type(data_type):
-        suffixes += reader.suffixes
-    return suffixes
+    return [suffix for reader in _readers_for_type(data_type) for suffix in reader.suffixes]
 
 
 def _no_data_error(path: str, data_type: DataType) -> PrepError:
+    """Return the error for a path without data.
+
+    Its hint is what a folder is read for, a file of a similar name, or a dataset.
+    """
+    what = f"no data in `{path}`"
     suffixes = ", ".join(f"*{suffix}" for suffix in _folder_suffixes(data_type))
-    why = f"looked for a file of that name, {suffixes} in a folder of that name, or matches of it as a glob"
     if os.path.isdir(path):
         names = sorted(file.name for file in _walk_visible(Path(path)))
         listing = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}" or "nothing"
-        why = f"looked for {suffixes}; found {listing}"
-    return PrepError(f"no data in `{path}`", why, _no_data_hint(path, suffixes, data_type))
-
-
-def _no_data_hint(path: str, suffixes: str, data_type: DataType) -> str:
-    """Return a hint for a path without data: what a folder is read for, a file of a similar name, or a dataset."""
-    if os.path.isdir(path):
-        return (
+        hint = (
             f"type `{data_type}` reads {suffixes} files of folders; give the path of any other file"
         )
+        return PrepError(what, f"looked for {suffixes}; found {listing}", hint)
+    why = f"looked for a file of that name, {suffixes} in a folder of that name, or matches of it as a glob"
     parent, name = os.path.split(path)
     neighbors = os.listdir(parent or ".") if os.path.isdir(parent or ".") else []
+    hint = "check the spelling; a relative path starts from the current folder"
     if suggestion := suggest(name, sorted(neighbors)):
-        return f"did you mean `{os.path.join(parent, suggestion)}`?"
-    if HUB_ID.fullmatch(path) and not neighbors:
-        return f"`{HUB_SCHEME}datasets/{path}` reads a dataset on the hub"
-    return "check the spelling; a relative path starts from the current folder"
-
-
-DICT_FILE = "dataset_dict.json"
-STATE_FILE = "state.json"
-DEFAULT_SPLIT = "train"
-
-
-# Folders of `Dataset.save_to_disk` have a list of Arrow files in `state.json`. Folders of
-# `DatasetDict.save_to_disk` have a list of splits in `dataset_dict.json`, and a folder per split.
-def is_dataset_dict(folder: Path) -> bool:
-    """Return whether a folder is a saved `DatasetDict`, with splits."""
-    return (folder / DICT_FILE).is_file()
-
-
-def is_saved_part(folder: Path) -> bool:
-    """Return whether a folder is a saved `Dataset`: one split of a dataset."""
-    return (folder / STATE_FILE).is_file() and not is_dataset_dict(folder)
-
-
-def is_plain_folder(folder: Path) -> bool:
-    """Return whether a folder was not saved by `datasets`."""
-    return not is_dataset_dict(folder) and not is_saved_part(folder)
-
-
-def dataset_files(folder: Path, selection: Selection) -> list[Path] | None:
-    """Return the Arrow files of a saved dataset in their order, or None for another folder.
-
-    Args:
-        folder: Any folder.
-        selection: Its split is one of a `DatasetDict`. None selects the only split, or `train`.
-
-    Raises:
-        PrepError: The dataset has no such split, or its list of files is invalid.
-    """
-    if is_dataset_dict(folder):
-        splits = _read_value(folder / DICT_FILE, "splits")
-        name = choose_split(str(folder), splits, selection)
-        folder = resolve_named_path(folder, name, folder / DICT_FILE)
-    state = folder / STATE_FILE
-    if not state.is_file():
-        return None
-    files = _read_value(state, "_data_files")
-    return [resolve_named_path(folder, _file_name(state, file), state) for file in files]
-
-
-def choose_split(name: str, splits: list[Any], selection: Selection) -> str:
-    """Return the split to read: the requested one, the only one, or `train`.
-
-    Args:
-        name: Name of the dataset, for error messages.
-        splits: Its splits.
-        selection: The requested split. None for the default.
-
-    Raises:
-        UsageError: There is no such split, or no default.
-    """
-    split = selection.split
-    names = [str(item) for item in splits]
-    if split is None and len(names) == 1:
-        return names[0]
-    if (split or DEFAULT_SPLIT) in names:
-        return split or DEFAULT_SPLIT
-    what = f"{name} has no split `{split or DEFAULT_SPLIT}`"
-    hint = ""
-    if names:
-        hint = Text(Key(f"data.{selection.split_key}", names[0]))
-    raise usage_error(what, f"its splits: {', '.join(names) or 'none'}", hint)
-
-
-def _read_value(path: Path, key: str) -> list[Any]:
-    """Return the list under a key of a JSON file."""
-    try:
-        value = load_json(read_regular_file(path))[key]
-    except OSError as error:
-        raise io_error(path, error) from error
-    except ValueError as error:
-        raise _malformed_error(path, str(error)) from error
-    except (KeyError, TypeError) as error:
-        raise _malformed_error(path, f"it has no `{key}`") from error
-    if not isinstance(value, list):
-        raise _malformed_error(path, f"`{key}` is not a list")
-    return value
-
-
-def _file_name(state: Path, file: Any) -> str:
-    """Return the name of a data file in `state.json`."""
-    name = file.get("filename") if isinstance(file, dict) else None
-    if not isinstance(name, str) or Path(name).name != name:
-        raise _malformed_error(state, f"`_data_files` has {file!r:.60}")
-    return name
-
-
-def _malformed_error(path: Path, why: str) -> PrepError:
-    return PrepError(f"{path} is malformed", why, "save the dataset again with `save_to_disk`")
+        hint = f"did you mean `{os.path.join(parent, suggestion)}`?"
+    elif HUB_ID.fullmatch(path) and not neighbors:
+        hint = f"`{HUB_SCHEME}datasets/{path}` reads a dataset on the hub"
+    return PrepError(what, why, hint)

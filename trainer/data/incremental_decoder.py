@@ -1,9 +1,11 @@
-"""Decode a text while its tokens arrive."""
+"""Decode a text while its tokens arrive, and find the texts that end it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+
+from trainer.data.tokenizer import TextTokenizer
 
 # Decoders return this character for bytes without the rest of their character.
 REPLACEMENT = "\ufffd"
@@ -27,13 +29,7 @@ class IncrementalDecoder:
         token: Callable[[int], str | None],
         preceding_ids: Sequence[int] = (),
     ) -> None:
-        """Start a text.
-
-        Args:
-            decode: Decodes token ids.
-            token: Returns the spelling of a token, or None for an unknown id.
-            preceding_ids: Ids before the text, not part of it.
-        """
+        """Start a text after some ids. `token` returns the spelling of a token, or None for an unknown id."""
         self._decode = decode
         self._token = token
         self._ids = list(preceding_ids)
@@ -79,3 +75,46 @@ class IncrementalDecoder:
         # The preceding ids end within a character: the text is decoded without them, as
         # `TextTokenizer.decode` does
         return self._decode(self._ids[self._first :])
+
+
+class StopFinder:
+    """Finds the token with which the first stop text ends.
+
+    A stop text may be spread over several tokens, also of the prompt, or be the text of a special token.
+
+    Attributes:
+        has_stopped: Whether a stop text has ended.
+    """
+
+    def __init__(
+        self, stop_texts: Sequence[str], tokenizer: TextTokenizer, preceding_ids: Sequence[int]
+    ) -> None:
+        """Start before the first new token. The texts are not empty, and may begin in the prompt."""
+        self.has_stopped = False
+        codec = tokenizer.codec
+        self._texts = tuple(stop_texts)
+        # Decoding skips special tokens, such as `<|im_end|>`.
+        self._ids = {codec.token_id(text) for text in stop_texts}
+        self._decoder = IncrementalDecoder(codec.decode, codec.token, preceding_ids)
+        # A stop text that begins before the next piece begins in this many characters.
+        self._kept_chars = max(map(len, stop_texts)) - 1
+        self._tail = self._last_chars(tokenizer.decode(preceding_ids))
+
+    def __call__(self, token: int) -> bool:
+        """Take the next token, and return whether a stop text ends with it."""
+        # Characters that were complete before this token.
+        num_seen = len(self._tail) + len(self._decoder.finish().rstrip(REPLACEMENT))
+        text = self._tail + self._decoder.push([token])
+        self._tail = self._last_chars(text)
+        # The decoder holds text back that may change, e.g. spaces at the end.
+        text += self._decoder.finish()
+        if token in self._ids:
+            self.has_stopped = True
+        for stop in self._texts:
+            # A text of the prompt does not end the text: the stop text ends after the seen characters.
+            if stop in text[max(0, num_seen - len(stop) + 1) :]:
+                self.has_stopped = True
+        return self.has_stopped
+
+    def _last_chars(self, text: str) -> str:
+        return text[max(0, len(text) - self._kept_chars) :]

@@ -13,10 +13,10 @@ build on each other:
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +33,54 @@ MAX_PERIOD = 1 << 16
 MAX_DENOMINATOR = 1_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class SampleOrder:
+class RowOrder(ABC):
+    """The rows of each training step.
+
+    Attributes:
+        n_rows: Rows of an epoch.
+        batch_size: Rows of a step.
+    """
+
+    n_rows: int
+    batch_size: int
+
+    @abstractmethod
+    def rows(self, step: int, start: int = 0, stop: int | None = None) -> Int64Array:
+        """Return the rows of a step.
+
+        Args:
+            step: The step, from 0.
+            start: First position in the batch.
+            stop: End position in the batch. None for the end of the batch.
+        """
+
+    @abstractmethod
+    def epochs(self, step: int) -> Int64Array:
+        """Return the epoch of each row of a step: the complete passes over its source before it."""
+
+    def positions(self, step: int, start: int = 0, stop: int | None = None) -> Int64Array:
+        """Return the numbers of the rows of a step in the whole run."""
+        if stop is None:
+            stop = self.batch_size
+        return step * self.batch_size + np.arange(start, stop, dtype=np.int64)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps that take as many rows as an epoch has."""
+        return self.n_rows / self.batch_size
+
+    def unrounded_steps_for_epochs(self, epochs: float) -> Fraction:
+        """Return the steps of a number of epochs, not rounded. Decimal fractions are exact, e.g. 0.1 is a tenth."""
+        exact = Fraction(str(epochs))
+        return (exact.limit_denominator(MAX_DENOMINATOR) or exact) * self.n_rows / self.batch_size
+
+    def steps_for_epochs(self, epochs: float) -> int:
+        """Return the number of steps that cover a number of epochs, at least 1."""
+        return max(1, math.ceil(self.unrounded_steps_for_epochs(epochs)))
+
+
+@dataclass(frozen=True)
+class SampleOrder(RowOrder):
     """Rows of each training step, epoch after epoch. A step may span two epochs.
 
     Attributes:
@@ -50,41 +96,17 @@ class SampleOrder:
     shuffle: bool
 
     def rows(self, step: int, start: int = 0, stop: int | None = None) -> Int64Array:
-        """Return the rows of a step.
-
-        Args:
-            step: The step, from 0.
-            start: First position in the batch.
-            stop: End position in the batch. None for the end of the batch.
-        """
-        if stop is None:
-            stop = self.batch_size
+        """Return the rows of a step, see `RowOrder`."""
         # Position b of step s is number s * batch_size + b of the whole run. Its epoch and its row
         # are the quotient and the remainder of a division by n_rows, so they do not depend on
         # batch_size. E.g. with 5 rows and a batch of 2, unshuffled step 2 has the positions 4 and 5:
         # row 4 of epoch 0, then row 0 of epoch 1.
-        positions = step * self.batch_size + np.arange(start, stop, dtype=np.int64)
-        seed: str | None = None
-        if self.shuffle:
-            seed = str(self.seed)
-        return permute_epochs(positions, self.n_rows, seed)
+        seed = str(self.seed) if self.shuffle else None
+        return permute_epochs(self.positions(step, start, stop), self.n_rows, seed)
 
     def epochs(self, step: int) -> Int64Array:
         """Return the epoch of each row of a step."""
-        return (step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)) // self.n_rows
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Steps of one pass over the rows."""
-        return self.n_rows / self.batch_size
-
-    def unrounded_steps_for_epochs(self, epochs: float) -> Fraction:
-        """Return the steps of `epochs` passes over the rows, not rounded."""
-        return unrounded_steps_for_rows(epochs, self.n_rows, self.batch_size)
-
-    def steps_for_epochs(self, epochs: float) -> int:
-        """Return the number of steps that cover `epochs` passes over the rows, at least 1."""
-        return steps_for_rows(epochs, self.n_rows, self.batch_size)
+        return self.positions(step) // self.n_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,11 +190,7 @@ def _round_counts(shares: Sequence[Fraction]) -> list[int]:
 
 
 def _assign_positions(counts: Sequence[int]) -> list[int]:
-    """Return the source of each position of one period, by Tijdeman's algorithm in whole numbers.
-
-    Among the sources far enough behind their share, the one with the earliest deadline gets the
-    next position.
-    """
+    """Return the source of each position of one period, by Tijdeman's algorithm in whole numbers."""
     # Theorem of Tijdeman: for m sources, positions can be assigned so that each source deviates
     # from its share by at most 1 - 1 / (2m - 2) in every prefix. All comparisons are multiplied by
     # `period` and `slack`, so that they are between whole numbers.
@@ -181,33 +199,33 @@ def _assign_positions(counts: Sequence[int]) -> list[int]:
     assigned = [0] * len(counts)
     sources = list[int]()
     for position in range(1, period + 1):
-        # A source may get this position only if it would not be too far ahead after it:
+        # Among the sources far enough behind their share, the one with the earliest deadline gets the
+        # position. A source may get it only if it would not be too far ahead after it:
         # count * position / period - done >= 1 / slack.
         behind = [
             slack * (count * position - period * done) for count, done in zip(counts, assigned)
         ]
         candidates = [source for source, lag in enumerate(behind) if lag >= period]
-        source = min(
-            candidates, key=lambda i: _latest_position(counts[i], assigned[i], period, slack)
-        )
+        # The first position at which a source lags by more than 1 - 1 / slack rows: the smallest
+        # whole t with count * t / period - assigned > 1 - 1 / slack.
+        deadlines = {
+            source: (slack - 1 + slack * assigned[source]) * period // (slack * counts[source])
+            for source in candidates
+        }
+        source = min(candidates, key=deadlines.__getitem__)
         assigned[source] += 1
         sources.append(source)
     return sources
 
 
-def _latest_position(count: int, assigned: int, period: int, slack: int) -> int:
-    """Return the first position at which a source lags by more than 1 - 1 / slack rows."""
-    # The smallest whole t with count * t / period - assigned > 1 - 1 / slack.
-    return (slack - 1 + slack * assigned) * period // (slack * count) + 1
-
-
-@dataclass(frozen=True, slots=True)
-class MixedOrder:
+@dataclass(frozen=True)
+class MixedOrder(RowOrder):
     """Rows of each training step, mixed from several sources. Each source has its own epochs.
 
     Rows of a `ConcatenatedDataset` are numbered source after source.
 
     Attributes:
+        n_rows: Rows of all sources: the length of an epoch of the run.
         source_rows: Rows of each source. Each of its epochs has every row once.
         mixture: Source of each position.
         batch_size: Rows of a step.
@@ -221,120 +239,38 @@ class MixedOrder:
     batch_size: int
     seed: int
     shuffle: bool
+    n_rows: int = field(init=False)
 
-    @property
-    def n_rows(self) -> int:
-        """Rows of all sources: the length of an epoch of the run."""
-        return sum(self.source_rows)
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Steps that take as many rows as all sources have."""
-        return self.n_rows / self.batch_size
+    def __post_init__(self) -> None:
+        """Count the rows of all sources."""
+        object.__setattr__(self, "n_rows", sum(self.source_rows))
 
     def rows(self, step: int, start: int = 0, stop: int | None = None) -> Int64Array:
-        """Return the rows of a step.
-
-        Args:
-            step: The step, from 0.
-            start: First position in the batch.
-            stop: End position in the batch. None for the end of the batch.
-        """
-        if stop is None:
-            stop = self.batch_size
-        sources, indices = self.mixture.locate(
-            step * self.batch_size + np.arange(start, stop, dtype=np.int64)
-        )
+        """Return the rows of a step, see `RowOrder`."""
+        sources, indices = self.mixture.locate(self.positions(step, start, stop))
         rows = np.empty_like(indices)
         first_row = 0
         for source, n_rows in enumerate(self.source_rows):
             mask = sources == source
             # Each source has its own permutations, so that two sources of equal size are not read in
             # the same order.
-            seed: str | None = None
-            if self.shuffle:
-                seed = f"{self.seed} source {source}"
+            seed = f"{self.seed} source {source}" if self.shuffle else None
             rows[mask] = first_row + permute_epochs(indices[mask], n_rows, seed)
             first_row += n_rows
         return rows
 
     def epochs(self, step: int) -> Int64Array:
-        """Return an epoch for each row of a step: the number of complete passes over its source before it."""
-        sources, indices = self.mixture.locate(
-            step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)
-        )
+        """Return the number of complete passes over its source before each row of a step."""
+        sources, indices = self.mixture.locate(self.positions(step))
         return indices // np.array(self.source_rows, np.int64)[sources]
-
-    def unrounded_steps_for_epochs(self, epochs: float) -> Fraction:
-        """Return the steps of `epochs` epochs, not rounded. See `steps_per_epoch`."""
-        return unrounded_steps_for_rows(epochs, self.n_rows, self.batch_size)
-
-    def steps_for_epochs(self, epochs: float) -> int:
-        """Return the steps that take `epochs` times the rows of all sources, at least 1."""
-        return steps_for_rows(epochs, self.n_rows, self.batch_size)
 
     def source_counts(self, steps: int) -> list[int]:
         """Return the number of rows of each source in the first steps."""
         return self.mixture.rows_before(steps * self.batch_size).tolist()
 
 
-class RowOrder(Protocol):
-    """The rows of each training step."""
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of an epoch."""
-        ...
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of a step."""
-        ...
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Steps of an epoch."""
-        ...
-
-    def rows(self, step: int, start: int = 0, stop: int | None = None) -> Int64Array:
-        """Return the rows of a step, or only those at positions `start` to `stop` in its batch."""
-        ...
-
-    def epochs(self, step: int) -> Int64Array:
-        """Return the epoch of each row of a step."""
-        ...
-
-    def unrounded_steps_for_epochs(self, epochs: float) -> Fraction:
-        """Return the steps of a number of epochs, not rounded."""
-        ...
-
-    def steps_for_epochs(self, epochs: float) -> int:
-        """Return the number of steps that cover a number of epochs, at least 1."""
-        ...
-
-
-def steps_for_rows(epochs: float, n_rows: int, batch_size: int) -> int:
-    """Return the number of steps that cover `epochs` passes over `n_rows` rows, at least 1."""
-    return max(1, math.ceil(unrounded_steps_for_rows(epochs, n_rows, batch_size)))
-
-
-def unrounded_steps_for_rows(epochs: float, n_rows: int, batch_size: int) -> Fraction:
-    """Return the steps of `epochs` passes over `n_rows` rows, not rounded.
-
-    Decimal fractions are exact, e.g. 0.1 epochs are a tenth.
-    """
-    exact = Fraction(str(epochs))
-    return (exact.limit_denominator(MAX_DENOMINATOR) or exact) * n_rows / batch_size
-
-
 def permute_epochs(positions: Int64Array, n_rows: int, seed: str | None) -> Int64Array:
-    """Return the rows at positions of a sequence of epochs, each with every row once.
-
-    Args:
-        positions: Positions from 0.
-        n_rows: Rows of an epoch.
-        seed: Seed of the permutation of each epoch. None for rows in the order of the data.
-    """
+    """Return the rows at positions of a sequence of epochs, each with every row once. No seed keeps their order."""
     epochs, rows = np.divmod(positions, n_rows)
     if seed is None:
         return rows
@@ -402,7 +338,7 @@ def eval_batches(n_rows: int, batch_size: int, *, limit: int) -> Iterator[Int64A
 
     A limit of 0 means all rows. -1 pads the last batch.
     """
-    count = _num_eval_rows(n_rows, limit)
+    count = min(n_rows, limit or n_rows)
     for low in range(0, count, batch_size):
         rows = np.arange(low, low + batch_size, dtype=np.int64)
         yield np.where(rows < count, rows, -1)
@@ -410,10 +346,4 @@ def eval_batches(n_rows: int, batch_size: int, *, limit: int) -> Iterator[Int64A
 
 def num_eval_batches(n_rows: int, batch_size: int, *, limit: int) -> int:
     """Return the number of batches of `eval_batches`."""
-    return -(-_num_eval_rows(n_rows, limit) // batch_size)
-
-
-def _num_eval_rows(n_rows: int, limit: int) -> int:
-    if limit:
-        return min(n_rows, limit)
-    return n_rows
+    return -(-min(n_rows, limit or n_rows) // batch_size)

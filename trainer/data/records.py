@@ -17,12 +17,15 @@ import xxhash
 from prepcli.core.errors import Key, PrepError, text
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import JsonObject
-from trainer.data.examples import Example, RecordLimitError, Segment
+from trainer.data.examples import Example, IdentityChange, Segment
 from trainer.data.fields import ExampleBuilder
 from trainer.data.files import DataFile, Note, changed_file_error, hash_file
 from trainer.data.readers import READERS
-from trainer.data.readers.reader import DataPiece, ErrorHandler, IdsChunk, ReadOptions
-from trainer.data.token_changes import IdentityChange
+from trainer.data.readers.reader import (
+    IdsChunk,
+    ReadOptions,
+    RecordLimitError,
+)
 from trainer.recipe.text_fields import (
     DEFAULT_IDS_DTYPE,
     DEFAULT_MAX_DOCUMENT_NBYTES,
@@ -46,13 +49,7 @@ class BadLines:
     """
 
     def __init__(self, limit: int, note: Note, *, count: int = 0) -> None:
-        """Create a handler.
-
-        Args:
-            limit: Maximum number of invalid records.
-            note: Called with messages for the user.
-            count: Invalid records of an earlier run.
-        """
+        """Create a handler, perhaps with the invalid records of an earlier run."""
         self._limit = limit
         self._note = note
         self.count = count
@@ -102,12 +99,7 @@ class RecordSettings:
     def identity_inputs(
         self, data_type: DataType, without: Collection[IdentityChange]
     ) -> JsonObject:
-        """Return the inputs of the identity of a store of the records.
-
-        Args:
-            data_type: Type of the data files.
-            without: Changes that an earlier version did not have.
-        """
+        """Return the inputs of the identity of a store, without some changes since an earlier version."""
         inputs: JsonObject = {}
         if self.limit:
             inputs["max_examples"] = self.limit
@@ -182,14 +174,7 @@ class ShardLayout:
 def divide_files(
     files: Sequence[DataFile], file_type: FileType, *, min_nbytes: int, max_shards: int
 ) -> ShardLayout:
-    """Return the shards of data files.
-
-    Args:
-        files: The files. None is empty.
-        file_type: Their type.
-        min_nbytes: Minimum size of a range.
-        max_shards: Maximum number of ranges.
-    """
+    """Return the shards of data files: at most `max_shards` ranges of at least `min_nbytes`."""
     reader = READERS[file_type]
     starts = list(accumulate((file.nbytes for file in files), initial=0))
     range_nbytes = max(min_nbytes, -(-starts[-1] // max_shards))
@@ -240,9 +225,6 @@ class ShardReader:
 
     def read(self, is_missing: Callable[[int], bool]) -> Iterator[tuple[int, Example]]:
         """Yield the examples of missing shards, each with its shard.
-
-        Args:
-            is_missing: Returns whether a shard is missing.
 
         Raises:
             PrepError: A file is invalid, cannot be read, or changed since it was hashed, or more
@@ -308,7 +290,15 @@ class ShardReader:
                 errors.clear()
                 continue
             skip_errors(shard)
-            for example in _piece_examples(piece, self.builder, self.settings, on_error=on_error):
+            examples: Iterable[Example] = ()
+            if isinstance(piece, IdsChunk):
+                examples = _ids_examples(piece, self.settings)
+            else:
+                try:
+                    examples = (self.builder.build(piece),)
+                except PrepError as error:
+                    on_error(error)
+            for example in examples:
                 yield shard, example
             skip_errors(shard)
         if self.is_read.setdefault(shards[-1], is_missing(shards[-1])):
@@ -321,32 +311,10 @@ def _check_unchanged(file: DataFile) -> None:
         raise changed_file_error(file.path)
 
 
-def _piece_examples(
-    piece: DataPiece | IdsChunk,
-    builder: ExampleBuilder,
-    settings: RecordSettings,
-    *,
-    on_error: ErrorHandler,
-) -> Iterable[Example]:
-    """Return the examples of a record, text chunk or id chunk. A skipped invalid record has no example."""
-    if isinstance(piece, IdsChunk):
-        return _ids_examples(piece, settings)
-    try:
-        return (builder.build(piece),)
-    except PrepError as error:
-        on_error(error)
-        return ()
-
-
 def _ids_examples(chunk: IdsChunk, settings: RecordSettings) -> Iterator[Example]:
-    """Yield the documents in a chunk of token ids.
-
-    A document ends after each end-of-sequence token, unless the chunk says otherwise, and where the
-    chunk says so. E.g. with eos 2, ids [5, 2, 7, 8] -> [5, 2] and [7, 8].
-
-    Raises:
-        PrepError: An id is out of range.
-    """
+    """Yield the documents in a chunk of token ids. Raise PrepError if an id is out of range."""
+    # A document ends after each end-of-sequence token, unless the chunk says otherwise, and where the
+    # chunk says so. E.g. with eos 2, ids [5, 2, 7, 8] -> [5, 2] and [7, 8].
     ids = chunk.ids
     is_invalid = (ids < 0) | (ids >= settings.vocab)
     if is_invalid.any():

@@ -1,10 +1,11 @@
-"""The samples of training data as text, with marks around the tokens with loss, and the table of their counts."""
+"""The samples of training data as a model sees them, and as text with marks around the tokens with loss."""
 
 from __future__ import annotations
 
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from prepcli.core.formatting import (
     MARK_END,
@@ -15,7 +16,72 @@ from prepcli.core.formatting import (
     printable_line,
 )
 from prepcli.core.tables import Cell, format_table, wrap_line
-from trainer.data.data_samples import SampleCounts, SamplePart, TokenSample
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCounts:
+    """Counts of the samples of a token store.
+
+    Attributes:
+        samples: Number of samples.
+        tokens: Number of tokens, of sources too.
+        loss_tokens: Number of tokens with a loss weight above 0.
+        cut: Number of samples that are longer than a sequence. With an encoder, the source or the target is.
+        dropped: Number of tokens that no sequence has.
+        longest: Tokens of the longest sample. With an encoder, of the longest source or target.
+        without_loss: Number of samples without a token with loss.
+        cut_sources: Number of sources that are longer than `source_length`.
+        cut_targets: Number of targets that are longer than `seq_length`.
+    """
+
+    samples: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    cut: int = 0
+    dropped: int = 0
+    longest: int = 0
+    without_loss: int = 0
+    cut_sources: int = 0
+    cut_targets: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePart:
+    """Consecutive tokens of a sample with one loss weight.
+
+    Attributes:
+        text: The decoded text, or the spelling of special tokens.
+        ids: The token ids.
+        weight: Loss weight of each token, 0 to 1.
+        is_special: Whether the tokens are special ones, or ids that the tokenizer does not have.
+        omitted: Number of tokens left out here. The part has no text then.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    weight: float
+    is_special: bool = False
+    omitted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSample:
+    """A sample of a token store. The texts of its parts, joined, are what a model sees.
+
+    Attributes:
+        parts: The parts of the document, or with an encoder of the target.
+        source: The parts of the source. Empty without an encoder.
+        tokens: Number of tokens, of the source too.
+        loss_tokens: Number of tokens with a loss weight above 0.
+        is_cut: Whether it is longer than a sequence.
+    """
+
+    parts: tuple[SamplePart, ...]
+    source: tuple[SamplePart, ...]
+    tokens: int
+    loss_tokens: int
+    is_cut: bool
+
 
 COUNT_HEADER = (
     *("data", "samples", "tokens", "with loss"),
@@ -43,33 +109,25 @@ def counts_table(counts: Mapping[str, SampleCounts], width: int | None) -> str:
 
 def sample_title(name: str, number: int, sample: TokenSample) -> str:
     """Return e.g. `train 1: 57 tokens, 21 with loss, longer than a sequence`."""
-    title = f"{name} {number}: {count_text(sample.tokens, 'token')}, {loss_text(sample)}"
+    loss = f"{sample.loss_tokens:,}" if sample.loss_tokens else "none"
+    title = f"{name} {number}: {count_text(sample.tokens, 'token')}, {loss} with loss"
     if sample.is_cut:
         title += ", longer than a sequence"
     return title
 
 
-def loss_text(sample: TokenSample) -> str:
-    """Return the number of tokens with loss as text."""
-    if not sample.loss_tokens:
-        return "none with loss"
-    return f"{sample.loss_tokens:,} with loss"
-
-
 def sample_lines(sample: TokenSample, *, shows_ids: bool, width: int | None) -> Iterator[str]:
-    """Yield the text of a sample, and the ids of its tokens.
-
-    Args:
-        sample: The sample.
-        shows_ids: Also show the ids.
-        width: Characters of a line of ids, or None for as many as they need.
-    """
+    """Yield the text of a sample, and the ids of its tokens in lines of `width` characters."""
     for label, parts in sample_texts(sample):
         if label:
             yield f"{label}:"
         yield NEWLINE_AND_END.sub(rf"{NEWLINE}\1\n", marked_text(parts)).removesuffix("\n")
         if shows_ids:
-            yield wrap_line(f"ids: {_marked_ids(parts)}", width)
+            # With the marks of the text, e.g. `1 7 ⟦8 2⟧`.
+            ids: list[str] = []
+            for weight, group in weight_groups(parts):
+                ids.append(_marked_by_weight(" ".join(map(part_ids, group)), weight))
+            yield wrap_line(f"ids: {' '.join(ids)}", width)
 
 
 def sample_texts(sample: TokenSample) -> Iterator[tuple[str, Sequence[SamplePart]]]:
@@ -113,14 +171,6 @@ def part_ids(part: SamplePart) -> str:
     if part.omitted:
         return "…"
     return " ".join(map(str, part.ids))
-
-
-def _marked_ids(parts: Sequence[SamplePart]) -> str:
-    """Return the ids of a sample with the marks of its text, e.g. `1 7 ⟦8 2⟧`."""
-    pieces: list[str] = []
-    for weight, group in weight_groups(parts):
-        pieces.append(_marked_by_weight(" ".join(map(part_ids, group)), weight))
-    return " ".join(pieces)
 
 
 def _marked_by_weight(text: str, weight: float) -> str:

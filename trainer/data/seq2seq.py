@@ -1,4 +1,10 @@
-"""Datasets of (source, target) pairs for encoder-decoder models, one padded pair per row."""
+"""Datasets of an encoder-decoder model: padded pairs of a source and a target, stored or made by span corruption.
+
+Span corruption moves random spans from source to target. A sentinel token takes the place of each span in the source,
+and comes before it in the target (T5, arXiv:1910.10683, section 3.1.4). E.g. "a b c d e" with the spans "b" and "d e"
+has the source "a <0> c <1>" and the target "<0> b <1> d e". The spans are a function of the seed, the epoch and the
+row.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.packing import Arrays, ColumnSpecs, RowIndices, check_rows, packed_columns
+from prepcli.core.errors import Key, PrepError, text
+from prepcli.core.formatting import count_text
+from trainer.data.order import permute, round_keys
+from trainer.data.packing import Arrays, ColumnSpecs, RowIndices, fill_batch, packed_columns
 from trainer.data.store import MappedTokens
+from trainer.data.tokenizer import TextTokenizer
+from trainer.recipe.data_table import SpanSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +53,7 @@ class Seq2SeqDataset:
         return seq2seq_columns(self.source_length, self.seq_length)
 
     def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
-        """Return a batch of pairs.
-
-        Args:
-            rows: Indices of B pairs. -1 is padding.
-            epochs: Unused: pairs are the same in every epoch.
+        """Return a batch of pairs, which are the same in every epoch.
 
         Returns:
             `source`, int32 [B, source_length], `present`, bool [B, source_length]: True where
@@ -54,36 +61,23 @@ class Seq2SeqDataset:
             shifted right, `targets`, int32 [B, seq_length], and `weights`, float32 [B, seq_length]:
             the loss weight of the target, 0 without a target. E.g. targets [7, 8, 1] have tokens
             [decoder_start_id, 7, 8]. All are 0 in padding rows.
-
-        Raises:
-            IndexError: A row is out of range.
         """
-        indices = check_rows(rows, self.n_rows)
-        batch = {
-            name: np.zeros((len(indices), length), dtype)
-            for name, (length, dtype) in self.columns.items()
-        }
-        for i, row in enumerate(indices):
-            if row >= 0:
-                # The source of pair p is document 2p of the store, its target is document 2p + 1.
-                source = self._truncated_ids(2 * (self.first_row + row), self.source_length)
-                target = self._truncated_ids(2 * (self.first_row + row) + 1, self.seq_length)
-                batch["source"][i, : len(source)] = source
-                batch["present"][i, : len(source)] = True
-                batch["tokens"][i, : len(target)] = [self.decoder_start_id, *target[:-1]][
-                    : len(target)
-                ]
-                batch["targets"][i, : len(target)] = target
-                batch["weights"][i, : len(target)] = self._target_weights(row, len(target))
-        return batch
+        return fill_batch(self, rows, self._fill_row)
+
+    def _fill_row(self, arrays: Arrays, row: int, epoch: int) -> None:
+        # The source of pair p is document 2p of the store, its target is document 2p + 1.
+        document = 2 * (self.first_row + row)
+        source = self._truncated_ids(document, self.source_length)
+        target = self._truncated_ids(document + 1, self.seq_length)
+        low, _ = self._document_span(document + 1)
+        weights = self.tokens.read_weights(low, low + len(target))
+        _fill_pair(arrays, source, target, weights, self.decoder_start_id)
 
     def target_ids(self, row: int) -> npt.NDArray[np.int32]:
         """Return all tokens with loss of a pair's target, before truncation."""
         low, high = self._document_span(2 * (self.first_row + row) + 1)
         ids = np.array(self.tokens.ids[low:high], np.int32)
-        if self.tokens.weight_codes is None:
-            return ids
-        return ids[self.tokens.weight_codes[low:high] > 0]
+        return ids[self.tokens.read_weights(low, high) > 0]
 
     def _truncated_ids(self, document: int, max_length: int) -> npt.NDArray[np.int32]:
         """Return the ids of a document, cut to `max_length`. A cut document ends with `eos_id`."""
@@ -92,13 +86,6 @@ class Seq2SeqDataset:
         if high - low > max_length and self.eos_id is not None:
             ids[-1] = self.eos_id
         return ids
-
-    def _target_weights(self, row: int, length: int) -> npt.NDArray[np.float32] | int:
-        """Return the loss weight of each token in a target with `length` tokens."""
-        if self.tokens.weight_codes is None:
-            return 1
-        low, _ = self._document_span(2 * (self.first_row + row) + 1)
-        return self.tokens.decode_weights(self.tokens.weight_codes[low : low + length])
 
     def _document_span(self, document: int) -> tuple[int, int]:
         """Return the start and end of a document in the store's tokens."""
@@ -121,6 +108,22 @@ def seq2seq_dataset(
     )
 
 
+def _fill_pair(
+    arrays: Arrays,
+    source: npt.NDArray[np.int32],
+    target: npt.NDArray[np.int32],
+    weights: npt.NDArray[np.float32],
+    decoder_start_id: int,
+) -> None:
+    """Write a pair into the arrays of a row, which are zeros."""
+    arrays["source"][: len(source)] = source
+    arrays["present"][: len(source)] = True
+    # The inputs are the targets, shifted right.
+    arrays["tokens"][: len(target)] = [decoder_start_id, *target][: len(target)]
+    arrays["targets"][: len(target)] = target
+    arrays["weights"][: len(target)] = weights
+
+
 def seq2seq_columns(source_length: int, seq_length: int) -> ColumnSpecs:
     """Return length and dtype of each array of a row, by name."""
     return {
@@ -128,3 +131,134 @@ def seq2seq_columns(source_length: int, seq_length: int) -> ColumnSpecs:
         "present": (source_length, np.dtype(np.bool_)),
         **packed_columns(seq_length),
     }
+
+
+Int32Array = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class SpanCorruptionTokenIds:
+    """The token ids added by span corruption.
+
+    Attributes:
+        sentinels: Sentinel of the first span, of the second and so on, int32.
+        eos: Last token of each source and target.
+        decoder_start: First decoder input token.
+    """
+
+    sentinels: Int32Array
+    eos: int
+    decoder_start: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpanCorruptionDataset:
+    """Pairs of a source and a target, made of the blocks of a token store.
+
+    Attributes:
+        tokens: The token store. Its `seq_length` is the length of a block.
+        sizes: Numbers of tokens, noise tokens and spans of each block.
+        special_ids: Ids of the special tokens in sources and targets, e.g. the sentinels of spans.
+        source_length: Maximum length of a source.
+        seq_length: Maximum length of a target.
+        seed: Seed of the spans.
+        first_row: Index in the store of the first block.
+        n_rows: Number of blocks.
+    """
+
+    tokens: MappedTokens
+    sizes: SpanSizes
+    special_ids: SpanCorruptionTokenIds
+    source_length: int
+    seq_length: int
+    seed: int
+    first_row: int
+    n_rows: int
+
+    @property
+    def columns(self) -> ColumnSpecs:
+        """Length and dtype of each array of a row, by name."""
+        return seq2seq_columns(self.source_length, self.seq_length)
+
+    def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
+        """Return a batch of pairs with the columns of a `Seq2SeqDataset`. Each epoch has other spans."""
+        return fill_batch(self, rows, self._fill_row, epochs)
+
+    def _fill_row(self, arrays: Arrays, row: int, epoch: int) -> None:
+        # The index in the store: a held-out row has the same spans in every split.
+        row += self.first_row
+        low = row * self.sizes.block_length
+        block = self.tokens.ids[low : low + self.sizes.block_length].astype(np.int32)
+        is_noise = noise_mask(self.sizes, f"{self.seed} {epoch} {row}")
+        # In the source the noise is replaced, in the target everything else (figure 2 of the T5
+        # paper). E.g. block [5, 6, 7, 8], noise [0, 1, 0, 1] and sentinels [99, 98]: the source is
+        # [5, 99, 7, 98, eos], the target [99, 6, 98, 8, eos].
+        sentinels = self.special_ids.sentinels
+        eos = np.int32(self.special_ids.eos)
+        source = np.append(replace_runs(block, is_noise, sentinels), eos)
+        target = np.append(replace_runs(block, ~is_noise, sentinels), eos)
+        weights = np.ones(len(target), np.float32)
+        _fill_pair(arrays, source, target, weights, self.special_ids.decoder_start)
+
+
+def noise_mask(sizes: SpanSizes, name: str) -> BoolArray:
+    """Return whether each token of a block is noise, bool [block_length], with random lengths of a seed `name`.
+
+    A block begins with a run of kept tokens, then spans of noise and kept runs alternate. E.g. kept
+    runs [2, 1] and spans [1, 2] -> [0, 0, 1, 0, 1, 1].
+
+    Spans and the runs between them have random lengths of at least 1, as in
+    `random_spans_noise_mask` in t5/data/preprocessors.py of
+    google-research/text-to-text-transfer-transformer.
+    """
+    n_kept = sizes.block_length - sizes.n_noise
+    kept_lengths = _split_randomly(n_kept, sizes.n_spans, f"others {name}")
+    noise_lengths = _split_randomly(sizes.n_noise, sizes.n_spans, f"noise {name}")
+    # Kept [2, 1] and noise [1, 2] become the run lengths [2, 1, 1, 2].
+    run_lengths = np.stack([kept_lengths, noise_lengths], axis=1).reshape(-1)
+    return np.repeat(np.tile([False, True], sizes.n_spans), run_lengths)
+
+
+def _split_randomly(total: int, n_parts: int, name: str) -> npt.NDArray[np.int64]:
+    """Split `total` into `n_parts` positive integers. All splits have the same probability."""
+    # A split is a choice of n_parts - 1 of the total - 1 gaps between tokens, without replacement:
+    # the first images of a random permutation of the gaps are such a choice. E.g. total 5, cuts [1,
+    # 3] -> parts [1, 2, 2].
+    cuts = 1 + np.sort(permute(np.arange(n_parts - 1), total - 1, round_keys(name)))
+    return np.diff(cuts, prepend=0, append=total)
+
+
+def replace_runs(ids: Int32Array, is_replaced: BoolArray, sentinels: Int32Array) -> Int32Array:
+    """Replace each run of marked tokens by the next sentinel.
+
+    E.g. ids [5, 6, 7, 8], marked [0, 1, 1, 0] and sentinels [99, 98] -> [5, 99, 8].
+    """
+    # The first token of a run is replaced by the sentinel, and the rest of the run is left out.
+    is_first = is_replaced & ~np.concatenate([[False], is_replaced[:-1]])
+    replaced = ids.copy()
+    replaced[is_first] = sentinels[: is_first.sum()]
+    return replaced[is_first | ~is_replaced]
+
+
+def sentinel_ids(tokenizer: TextTokenizer, n_spans: int, vocab: int) -> Int32Array:
+    """Return the ids of the sentinels `<extra_id_0>`, `<extra_id_1>` and so on of T5 tokenizers.
+
+    Raises:
+        PrepError: The tokenizer lacks a sentinel, or one is not in the model's vocabulary.
+    """
+    ids: list[int] = []
+    for i in range(n_spans):
+        name = f"<extra_id_{i}>"
+        token_id = tokenizer.codec.token_id(name)
+        if token_id is None:
+            why = f"span corruption has {count_text(n_spans, 'span')} per sequence, and a sentinel token for each"
+            hint = text(
+                "a smaller {}, or {} with the tokenizer of a T5 model",
+                Key("data.source_length"),
+                Key("data.tokenizer", "PATH", is_override=True),
+            )
+            raise PrepError(f"{tokenizer.path} has no token {name}", why, hint)
+        tokenizer.check_in_vocab(token_id, vocab)
+        ids.append(token_id)
+    return np.array(ids, np.int32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -19,18 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from prepcli.core.formatting import count_text
-from trainer.data.encode import batch_examples, encode_batches
-from trainer.data.examples import TokenIds
+from trainer.data.encode import OverlongRule, batch_examples, encode_batches, fit_documents
 from trainer.data.fields import ExampleBuilder
 from trainer.data.files import ChangedFileError, DataFile, Note, io_error
-from trainer.data.new_folders import (
-    HashingFile,
-    discard_folder,
-    new_folder,
-    remove_abandoned,
-    remove_leftovers,
-)
-from trainer.data.overlong import OverlongRule, fit_documents
 from trainer.data.records import RecordSettings, ShardLayout, ShardReader
 from trainer.data.store import (
     DOCUMENT_END_DTYPE,
@@ -54,13 +46,19 @@ from trainer.data.store import (
     too_many_weights_error,
     write_meta,
 )
-from trainer.data.tokenizer import TextTokenizer
+from trainer.data.store_files import (
+    HashingFile,
+    discard_folder,
+    new_folder,
+    remove_abandoned,
+    remove_leftovers,
+)
+from trainer.data.tokenizer import TextTokenizer, TokenIds
 from trainer.recipe.text_fields import FileType
 
 # Minimum bytes of data of a shard, and maximum number of shards. A kill loses at most one shard of each process.
 SHARD_NBYTES = 16 << 20
 MAX_SHARDS = 1024
-
 # Called with the bytes tokenized so far, the total bytes, and the tokens so far.
 TokenizeProgress = Callable[[int, int, int], None]
 
@@ -85,25 +83,15 @@ class ShardWriter:
     """
 
     def __init__(self, files: Mapping[str, HashingFile], dtype: str) -> None:
-        """Start a shard.
-
-        Args:
-            files: Its open files by name. WEIGHTS_FILE is one of them if the store has loss weights.
-            dtype: Dtype of the ids.
-        """
+        """Start a shard. WEIGHTS_FILE is one of its open files if the store has loss weights."""
         self._files = files
         self.dtype = dtype
         self.n_tokens = 0
         self.n_documents = 0
         self.max_id = -1
-        self.ignored: dict[str, int] = {}
+        self.ignored: Counter[str] = Counter()
         self.n_bad_lines = 0
         self._loss_weights = [*LOSS_WEIGHTS]
-
-    def count_ignored(self, counts: Mapping[str, int]) -> None:
-        """Add the ignored parts of appended conversations."""
-        for name, count in counts.items():
-            self.ignored[name] = self.ignored.get(name, 0) + count
 
     def append(
         self,
@@ -112,13 +100,10 @@ class ShardWriter:
         *,
         ends: npt.ArrayLike = (),
     ) -> None:
-        """Append ids. The first ones continue the current document.
+        """Append ids with their loss weights. The first ones continue the current document.
 
-        Args:
-            ids: The ids.
-            weights: Loss weight of each as a target, 0 to 1. None if all are 1.
-            ends: End of each complete document in `ids`. E.g. ids [5, 2, 7] with the ends [2] complete a
-                document, and begin the next one.
+        `ends` are the ends of complete documents in `ids`. E.g. ids [5, 2, 7] with the ends [2] complete a
+        document, and begin the next one.
 
         Raises:
             PrepError: The shard has too many different loss weights.
@@ -170,14 +155,7 @@ class ShardWriter:
 def writing_shard(
     store: Path, shard: int, dtype: str, *, has_weights: bool = False, layout: str = ""
 ) -> Iterator[ShardWriter]:
-    """Write a shard. It is complete and on disk at the end of the block. An error removes it.
-
-    Args:
-        store: Folder of the store. Its name is the identity.
-        shard: Number of the shard.
-        dtype: Dtype of the ids.
-        has_weights: Whether the store has loss weights.
-        layout: Digest of the division of the data.
+    """Write a shard of a store. It is complete and on disk at the end of the block. An error removes it.
 
     Raises:
         PrepError: The shard cannot be written.
@@ -250,13 +228,9 @@ class StoreJob:
 
     def writing(self, shard: int) -> AbstractContextManager[ShardWriter]:
         """Write a shard. See `writing_shard`."""
-        return writing_shard(
-            self.folder,
-            shard,
-            self.dtype,
-            has_weights=self.builder.has_weights,
-            layout=self.layout.digest,
-        )
+        has_weights = self.builder.has_weights
+        layout = self.layout.digest
+        return writing_shard(self.folder, shard, self.dtype, has_weights=has_weights, layout=layout)
 
     def missing_shards(self) -> list[int]:
         """Return the missing shards."""
@@ -272,13 +246,7 @@ class StoreJob:
 def make_shards(
     job: StoreJob, share: Collection[int], *, progress: TokenizeProgress, note: Note
 ) -> None:
-    """Make the missing ones of some shards, in bounded memory.
-
-    Args:
-        job: The inputs of the store.
-        share: The shards.
-        progress: Called with the bytes and the tokens of the share: at the start, and after each batch.
-        note: Called with messages for the user.
+    """Make the missing ones of some shards, in bounded memory. Report the bytes and tokens of the share.
 
     Raises:
         PrepError: The data is invalid, the tokenizer fails, or a shard cannot be written.
@@ -333,7 +301,7 @@ def _make_missing(
             for batch, whole in group:
                 encoded = fit_documents(whole, job.overlong)
                 writer.append(encoded.ids, encoded.weights, ends=encoded.ends)
-                writer.count_ignored(encoded.ignored)
+                writer.ignored.update(encoded.ignored)
                 job.tokenizer.check_in_vocab(writer.max_id, job.settings.vocab)
                 shard_nbytes += sum(example.nbytes for example in batch.examples)
                 reported_nbytes = done_nbytes + min(shard_nbytes, job.layout.nbytes[shard])
@@ -382,10 +350,7 @@ def read_valid_meta(
 ) -> StoreMeta | None:
     """Return the metadata of a complete store with checked digests, or None if it is missing or damaged.
 
-    Args:
-        folder: The store.
-        note: Called with a message about damage.
-        reopens: Make a damaged store incomplete, and remove its damaged shards.
+    `reopens` makes a damaged store incomplete, and removes its damaged shards.
     """
     if not is_complete(folder):
         return None

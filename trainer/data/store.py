@@ -30,10 +30,10 @@ import xxhash
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import JsonObject, load_json
-from prepcli.stores.files import fsync_path, open_regular_file, read_regular_file, write_file
+from prepcli.stores.files import fsync_path, read_regular_file, write_file
 from trainer.data.document_packing import DocumentRows
 from trainer.data.files import io_error
-from trainer.data.joined_array import ArrayFile, JoinedArray, TokenArray
+from trainer.data.store_files import ArrayFile, JoinedArray, TokenArray, file_digest
 
 TOKENS_FILE = "tokens.bin"
 DOCUMENTS_FILE = "documents.bin"
@@ -45,7 +45,13 @@ LOSS_WEIGHTS = (0.0, 1.0)
 MAX_LOSS_WEIGHTS = 256
 # uint64, because a store may have more than 2^32 tokens.
 DOCUMENT_END_DTYPE = np.dtype("<u8")
-DIGEST_READ_NBYTES = 4 << 20
+# Values of keys that earlier versions of a shard did not have. They are not written.
+NEWER_DEFAULTS: Mapping[str, Any] = {
+    "ignored": {},
+    "loss_weights": [*LOSS_WEIGHTS],
+    "n_bad_lines": 0,
+    "layout": "",
+}
 # Tokens that are read together to count those with loss.
 COUNT_TOKENS = 1 << 22
 # The possible sets of file names in `digests`: of an earlier version, without and with loss weights.
@@ -104,16 +110,11 @@ class ShardMeta:
 
     def to_json(self) -> JsonObject:
         """Return the values as JSON, without the defaults of newer keys."""
-        values = asdict(self)
-        for name, default in (
-            ("ignored", {}),
-            ("loss_weights", [*LOSS_WEIGHTS]),
-            ("n_bad_lines", 0),
-            ("layout", ""),
-        ):
-            if values[name] == default:
-                del values[name]
-        return values
+        defaults = NEWER_DEFAULTS
+        values = asdict(self).items()
+        return {
+            key: value for key, value in values if key not in defaults or value != defaults[key]
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +177,7 @@ class StoreMeta:
 
 
 def join_shards(identity: str, shards: Mapping[str, ShardMeta]) -> StoreMeta:
-    """Return the metadata of a store.
-
-    Args:
-        identity: Its identity.
-        shards: All of its shards by folder name, in order.
-
-    Raises:
-        PrepError: They have too many different loss weights.
-    """
+    """Return the metadata of a store. Raise PrepError if its shards have too many different loss weights."""
     weights = dict.fromkeys(LOSS_WEIGHTS)
     for shard in shards.values():
         weights |= dict.fromkeys(shard.loss_weights)
@@ -237,17 +230,22 @@ class MappedTokens:
         """Number of complete blocks."""
         return self.n_tokens // self.seq_length
 
-    def decode_weights(self, codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-        """Return the loss weights of codes, in an array of the same shape."""
-        return np.array(self.loss_weights, np.float32)[codes]
-
-    def count_loss(self) -> int:
-        """Return the number of tokens with a loss weight above 0."""
+    def read_weights(self, low: int, high: int) -> npt.NDArray[np.float32]:
+        """Return the loss weights of the tokens `low` to `high`."""
         if self.weight_codes is None:
-            return self.n_tokens
+            return np.ones(high - low, np.float32)
+        return np.array(self.loss_weights, np.float32)[self.weight_codes[low:high]]
+
+    def count_loss(self, low: int = 0, high: int | None = None) -> int:
+        """Return the number of tokens with a loss weight above 0, of all tokens or of `low` to `high`."""
+        if high is None:
+            high = self.n_tokens
+        if self.weight_codes is None:
+            return high - low
         count = 0
-        for low in range(0, self.n_tokens, COUNT_TOKENS):
-            count += int(np.count_nonzero(self.weight_codes[low : low + COUNT_TOKENS]))
+        for start in range(low, high, COUNT_TOKENS):
+            codes = self.weight_codes[start : min(start + COUNT_TOKENS, high)]
+            count += int(np.count_nonzero(codes))
         return count
 
 
@@ -284,9 +282,7 @@ def has_shard(folder: Path) -> bool:
 def read_meta(folder: Path, *, checks_digests: bool = True) -> StoreMeta:
     """Read the metadata of a complete store and check the sizes and digests of its files.
 
-    Args:
-        folder: The store.
-        checks_digests: Read all bytes to check the digests. False if another process has done so.
+    Digests are not checked if another process has done so.
 
     Raises:
         DamagedStoreError: The files differ from the metadata.
@@ -294,9 +290,11 @@ def read_meta(folder: Path, *, checks_digests: bool = True) -> StoreMeta:
     """
     if (folder / STORE_FILE).exists():
         values = _read_json(folder, STORE_FILE)
+        listed = values.get("shards") if isinstance(values, dict) else None
+        if not isinstance(listed, list) or not listed:
+            raise damaged_store_error(folder, f"{STORE_FILE} is malformed")
         shards = {
-            shard_name(i): _parse_shard(folder, STORE_FILE, v)
-            for i, v in enumerate(_shards(folder, values))
+            shard_name(i): _parse_shard(folder, STORE_FILE, value) for i, value in enumerate(listed)
         }
     else:
         shards = {"": _parse_shard(folder, META_FILE, _read_json(folder, META_FILE))}
@@ -306,14 +304,6 @@ def read_meta(folder: Path, *, checks_digests: bool = True) -> StoreMeta:
     if len(dtypes) > 1:
         raise damaged_store_error(folder, f"its shards have ids of {' and '.join(sorted(dtypes))}")
     return join_shards(folder.name, shards)
-
-
-def _shards(folder: Path, values: Any) -> list[Any]:
-    """Return the values of all shards of a store. Raise DamagedStoreError if there are none."""
-    shards = values.get("shards") if isinstance(values, dict) else None
-    if not isinstance(shards, list) or not shards:
-        raise damaged_store_error(folder, f"{STORE_FILE} is malformed")
-    return shards
 
 
 def read_shard(folder: Path, name: str, *, checks_digests: bool = True) -> ShardMeta:
@@ -350,15 +340,8 @@ def _read_json(folder: Path, name: str) -> Any:
 
 def _parse_shard(folder: Path, file: str, values: Any) -> ShardMeta:
     """Return the metadata of a shard. Raise DamagedStoreError if it is invalid."""
-    defaults = {
-        "digests": {},
-        "ignored": {},
-        "loss_weights": [*LOSS_WEIGHTS],
-        "n_bad_lines": 0,
-        "layout": "",
-    }
     try:
-        all_values = defaults | values
+        all_values = {"digests": {}, **NEWER_DEFAULTS} | values
         shard = ShardMeta(**{key.name: all_values[key.name] for key in fields(ShardMeta)})
         numbers = (shard.n_tokens, shard.n_documents, shard.max_id, shard.n_bad_lines)
         is_valid = shard.dtype in ("uint16", "uint32") and all(
@@ -402,24 +385,6 @@ def check_files(folder: Path, name: str, shard: ShardMeta, *, checks_digests: bo
         if file_digest(folder / name / file) != digest:
             why = f"{Path(name, file)} differs from the digest that {META_FILE} records"
             raise damaged_store_error(folder, why)
-
-
-def file_digest(path: Path) -> str:
-    """Return the XXH3-128 digest of a file."""
-    return files_digest([path])
-
-
-def files_digest(paths: Sequence[Path]) -> str:
-    """Return the XXH3-128 digest of the bytes of all files, one after the other."""
-    state = xxhash.xxh3_128()
-    for path in paths:
-        try:
-            with open_regular_file(path) as file:
-                while data := file.read(DIGEST_READ_NBYTES):
-                    state.update(data)
-        except OSError as error:
-            raise io_error(path, error) from error
-    return state.hexdigest()
 
 
 class DamagedStoreError(PrepError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,26 +16,25 @@ from prepcli.core.errors import Option, PrepError, text
 from prepcli.stores.files import replacing_file
 from trainer.data.fields import compile_fields
 from trainer.data.files import io_error
-from trainer.data.readers.megatron_file import (
+from trainer.data.readers.ids_files import (
     DTYPE_CODES,
-    HEADER,
     INDEX_SUFFIX,
     LENGTH_DTYPE,
-    MAGIC,
     OFFSET_DTYPE,
-    VERSION,
     ids_path,
 )
+from trainer.data.readers.ids_files import INDEX_HEADER as HEADER
+from trainer.data.readers.ids_files import INDEX_MAGIC as MAGIC
+from trainer.data.readers.ids_files import INDEX_VERSION as VERSION
 from trainer.data.store import (
     LOSS_WEIGHTS,
     TOKENS_FILE,
     MappedTokens,
     StoreMeta,
     document_end_blocks,
-    file_digest,
-    files_digest,
     map_tokens,
 )
+from trainer.data.store_files import file_digest, files_digest
 from trainer.data.tokenize_config import TokenizeConfig
 
 if TYPE_CHECKING:
@@ -70,13 +69,7 @@ def check_exportable(config: TokenizeConfig, file_format: ExportFormat) -> None:
 def export_tokens(store: Path, meta: StoreMeta, target: Path, file_format: ExportFormat) -> Path:
     """Write the tokens of a store in another format. An output with the same tokens is kept.
 
-    Several processes may write the same output.
-
-    Args:
-        store: Folder of the store.
-        meta: Its metadata, with checked digests.
-        target: The output without its suffix.
-        file_format: Its format.
+    Several processes may write the same output. `target` has no suffix yet.
 
     Returns:
         The file to name in a recipe: `.idx` of a dataset, or `.parquet`.
@@ -85,14 +78,14 @@ def export_tokens(store: Path, meta: StoreMeta, target: Path, file_format: Expor
         PrepError: The format cannot store the tokens, other tokens are there already, or a file
             cannot be written.
     """
-    writers: dict[ExportFormat, Callable[[Path, StoreMeta, Path], Path]] = {
-        "megatron": _export_megatron,
-        "parquet": _export_parquet,
-    }
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise io_error(target.parent, error) from error
+    writers: dict[ExportFormat, Callable[[Path, StoreMeta, Path], Path]] = {
+        "megatron": _export_megatron,
+        "parquet": _export_parquet,
+    }
     return writers[file_format](store, meta, target)
 
 
@@ -122,21 +115,18 @@ def _export_megatron(store: Path, meta: StoreMeta, target: Path) -> Path:
         # Durable before the ids get their name: a full disk leaves both files, or none.
         file.flush()
         os.fsync(file.fileno())
-        _write_ids([store / name / TOKENS_FILE for name in meta.shards], ids_path(index))
+        sources = [store / name / TOKENS_FILE for name in meta.shards]
+        ids = ids_path(index)
+        try:
+            with _writing(ids), replacing_file(ids, overwrite=False) as copy:
+                for source in sources:
+                    with source.open("rb") as content:
+                        shutil.copyfileobj(content, copy)
+        except FileExistsError:
+            # An earlier call or another process wrote it.
+            if file_digest(ids) != files_digest(sources):
+                raise _other_tokens_error(ids) from None
     return index
-
-
-def _write_ids(sources: Sequence[Path], target: Path) -> None:
-    """Copy the ids of all shards to a new file. An equal one is kept."""
-    try:
-        with _writing(target), replacing_file(target, overwrite=False) as file:
-            for source in sources:
-                with source.open("rb") as content:
-                    shutil.copyfileobj(content, file)
-    except FileExistsError:
-        # An earlier call or another process wrote it.
-        if file_digest(target) != files_digest(sources):
-            raise _other_tokens_error(target) from None
 
 
 def _megatron_index(tokens: MappedTokens, dtype: str) -> Iterator[bytes]:
@@ -243,7 +233,7 @@ def _record_batches(tokens: MappedTokens, schema: Schema) -> Iterator[RecordBatc
         offsets = pa.array(np.concatenate([[0], ends - first]), pa.int32())
         values: dict[str, npt.NDArray[Any]] = {IDS_COLUMN: tokens.ids[part]}
         if tokens.weight_codes is not None:
-            values[WEIGHTS_COLUMN] = tokens.decode_weights(tokens.weight_codes[part])
+            values[WEIGHTS_COLUMN] = tokens.read_weights(first, int(ends[-1]))
         columns: list[Any] = []
         for field in schema:
             array = pa.array(np.asarray(values[field.name]), type=field.type.value_type)

@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
-from trainer.data.data_samples import SampleCounts, SamplePart, TokenSample
+from trainer.data.sample_text import SampleCounts, SamplePart, TokenSample
 from trainer.data.store import MappedTokens, document_end_blocks
 from trainer.data.tokenizer import TextTokenizer
 
@@ -27,10 +26,8 @@ CONTEXT_TOKENS = 32
 def count_samples(tokens: MappedTokens, *, source_length: int, has_blocks: bool) -> SampleCounts:
     """Count the samples of a store, and their tokens.
 
-    Args:
-        tokens: The store.
-        source_length: Maximum tokens of a source. 0 without an encoder.
-        has_blocks: Whether documents are concatenated and cut into blocks. The rest of the last block is dropped.
+    With `has_blocks`, documents are concatenated and cut into blocks, and the rest of the last block is dropped. The
+    `source_length` is 0 without an encoder.
     """
     sums: Counter[str] = Counter()
     longest = start = 0
@@ -38,7 +35,11 @@ def count_samples(tokens: MappedTokens, *, source_length: int, has_blocks: bool)
         bounds = np.concatenate([[start], ends])
         start = int(ends[-1])
         lengths = np.diff(bounds)
-        loss_counts = _loss_counts(tokens, bounds)
+        loss_counts = lengths
+        if tokens.weight_codes is not None:
+            # Code 0 is a weight of 0.
+            positions = np.flatnonzero(tokens.weight_codes[int(bounds[0]) : int(bounds[-1])])
+            loss_counts = np.diff(np.searchsorted(positions, bounds - bounds[0]))
         longest = max(longest, int(lengths.max()))
         if source_length:
             sources = lengths[::2]
@@ -58,16 +59,6 @@ def count_samples(tokens: MappedTokens, *, source_length: int, has_blocks: bool)
     return SampleCounts(tokens=tokens.n_tokens, longest=longest, **sums)
 
 
-def _loss_counts(tokens: MappedTokens, bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the number of tokens with loss of each document. `bounds` are the start of the first one and all ends."""
-    if tokens.weight_codes is None:
-        return np.diff(bounds)
-    low, high = int(bounds[0]), int(bounds[-1])
-    # Code 0 is a weight of 0.
-    positions = np.flatnonzero(tokens.weight_codes[low:high])
-    return np.diff(np.searchsorted(positions, bounds - low))
-
-
 def read_samples(
     tokens: MappedTokens,
     tokenizer: TextTokenizer,
@@ -76,14 +67,9 @@ def read_samples(
     source_length: int = 0,
     max_tokens: int = MAX_SAMPLE_TOKENS,
 ) -> Iterator[TokenSample]:
-    """Yield the first samples of a store.
+    """Yield the first samples of a store. Without an encoder the `source_length` is 0.
 
-    Args:
-        tokens: The store.
-        tokenizer: Tokenizer of the store.
-        n_samples: Number of samples.
-        source_length: Maximum tokens of a source. 0 without an encoder.
-        max_tokens: Tokens of a text to decode. The middle of a longer one is left out.
+    The middle of a text of more than `max_tokens` tokens is left out.
 
     Raises:
         PrepError: The tokenizer cannot decode the tokens.
@@ -96,7 +82,7 @@ def read_samples(
                 parts=_read_parts(tokens, tokenizer, (low, high), max_tokens=max_tokens),
                 source=(),
                 tokens=high - low,
-                loss_tokens=_count_loss(tokens, low, high),
+                loss_tokens=tokens.count_loss(low, high),
                 is_cut=high - low > tokens.seq_length,
             )
         return
@@ -106,15 +92,9 @@ def read_samples(
             parts=_read_parts(tokens, tokenizer, (middle, end), max_tokens=max_tokens),
             source=_read_parts(tokens, tokenizer, source, max_tokens=max_tokens, has_loss=False),
             tokens=end - start,
-            loss_tokens=_count_loss(tokens, middle, end),
+            loss_tokens=tokens.count_loss(middle, end),
             is_cut=middle - start > source_length or end - middle > tokens.seq_length,
         )
-
-
-def _count_loss(tokens: MappedTokens, low: int, high: int) -> int:
-    if tokens.weight_codes is None:
-        return high - low
-    return int(np.count_nonzero(tokens.weight_codes[low:high]))
 
 
 def _read_parts(
@@ -143,7 +123,9 @@ def _decode_parts(
 ) -> Iterator[SamplePart]:
     """Yield the parts of consecutive tokens: a new one where the weight changes, and around special tokens."""
     ids = tokens.ids[low:high].tolist()
-    weights = _read_weights(tokens, low, high, has_loss=has_loss)
+    weights = [float(has_loss)] * len(ids)
+    if has_loss and tokens.weight_codes is not None:
+        weights = [tokens.loss_weights[code] for code in tokens.weight_codes[low:high].tolist()]
     special_ids = tokenizer.special_ids({*ids})
     marks = [(weight, token_id in special_ids) for token_id, weight in zip(ids, weights)]
     preceding: list[int] = []
@@ -156,12 +138,3 @@ def _decode_parts(
             text = tokenizer.decode(part_ids, preceding)
             preceding = part_ids[-CONTEXT_TOKENS:]
         yield SamplePart(text, tuple(part_ids), weight, is_special)
-
-
-def _read_weights(tokens: MappedTokens, low: int, high: int, *, has_loss: bool) -> list[float]:
-    """Return the loss weight of each token."""
-    if not has_loss:
-        return [0.0] * (high - low)
-    if tokens.weight_codes is None:
-        return [1.0] * (high - low)
-    return [tokens.loss_weights[code] for code in tokens.weight_codes[low:high].tolist()]

@@ -12,8 +12,13 @@ from pathlib import Path
 from prepcli.core.errors import Key, PrepError, text
 from prepcli.core.formatting import count_text
 from trainer.data import shards
-from trainer.data.cache_records import (
+from trainer.data.document_rows import open_rows, stored_rows
+from trainer.data.examples import CUT_DOCUMENTS, DROPPED_DOCUMENTS, describe_ignored
+from trainer.data.fields import compile_fields
+from trainer.data.files import (
+    DataFile,
     DigestRecord,
+    Note,
     file_stamps,
     hash_files,
     path_of,
@@ -22,11 +27,7 @@ from trainer.data.cache_records import (
     share_digests,
     write_record,
 )
-from trainer.data.document_rows import open_rows, stored_rows
-from trainer.data.fields import ExampleBuilder, compile_fields
-from trainer.data.files import DataFile, Note
 from trainer.data.find_files import resolve_type
-from trainer.data.ignored_parts import CUT_DOCUMENTS, DROPPED_DOCUMENTS, describe_ignored
 from trainer.data.readers import READERS
 from trainer.data.records import divide_files
 from trainer.data.shards import (
@@ -128,14 +129,7 @@ def tokenize_share(
 ) -> TokenizedShare:
     """Make the missing shards in a share of a store. The last process completes the store.
 
-    With a scratch folder, a missing store is made there.
-
-    Args:
-        config: Files, tokenizer and cache. The cache is shared by all processes.
-        process: Index of this process, from 0.
-        of: Number of processes.
-        progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
-        note: Called with messages for the user.
+    With a scratch folder, a missing store is made there. All processes share the cache.
 
     Raises:
         PrepError: The tokens cannot be made, or do not fit the model. See `tokenize_files`.
@@ -183,12 +177,6 @@ def read_inputs(config: TokenizeConfig, note: Note, process: int = 0, of: int = 
     Several processes trust digests recorded by other processes for files of the same sizes and times. The
     readers compare them.
 
-    Args:
-        config: Files, tokenizer and cache.
-        note: Called with messages for the user.
-        process: Index of this process, from 0.
-        of: Number of processes.
-
     Raises:
         PrepError: Files are missing, empty or invalid, or a resumed run began with other tokens.
     """
@@ -226,6 +214,10 @@ def store_job(inputs: DataInputs) -> StoreJob:
     layout = divide_files(
         inputs.files, file_type, min_nbytes=shards.SHARD_NBYTES, max_shards=max_shards
     )
+    # The dtype is fixed before the first id is known, so it holds every possible id.
+    max_id = max(inputs.tokenizer.max_id, builder.max_extra_token_id)
+    if READERS[file_type].has_ids:
+        max_id = max(max_id, config.vocab - 1)
     return StoreJob(
         folder,
         inputs.files,
@@ -234,7 +226,7 @@ def store_job(inputs: DataInputs) -> StoreJob:
         inputs.tokenizer,
         settings,
         config.overlong_rule,
-        ids_dtype(config, inputs.tokenizer, builder),
+        dtype_for(max_id),
         layout,
     )
 
@@ -261,12 +253,7 @@ def map_new_tokens(
 
 
 def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> MappedTokens:
-    """Return tokens in the cache, made or checked by another process.
-
-    Args:
-        config: Tokenizer and cache. The data files are not read.
-        identity: Identity of the tokens.
-        note: Called with messages for the user.
+    """Return tokens in the cache, made or checked by another process. The data files are not read.
 
     Raises:
         PrepError: The tokens are missing or cut off, or do not fit the model.
@@ -290,95 +277,60 @@ def _map_token_store(
     tokenizer.check_in_vocab(meta.max_id, config.vocab)
     if remark := tokenizer.smaller_vocabulary_note(config.vocab):
         note(remark)
-    if config.examples.has_encoder:
-        _check_has_source_target_pair(meta)
-    elif config.has_blocks:
-        _check_has_block(meta, config.seq_length)
-    else:
-        _check_has_token(meta)
+    _check_size(meta, config)
     tokens = map_tokens(folder, meta, config.seq_length)
-    _check_has_loss(tokens, meta)
-    note(_dataset_summary(tokens, config))
-    for line in describe_ignored(meta.ignored):
-        note(line)
-    return tokens
-
-
-def ids_dtype(config: TokenizeConfig, tokenizer: TextTokenizer, builder: ExampleBuilder) -> str:
-    """Return the dtype of a store. It is fixed before the first id is known, so it holds every possible id."""
-    max_id = max(tokenizer.max_id, builder.max_extra_token_id)
-    if READERS[resolve_type((), config.type)].has_ids:
-        max_id = max(max_id, config.vocab - 1)
-    return dtype_for(max_id)
-
-
-def _dataset_summary(tokens: MappedTokens, config: TokenizeConfig) -> str:
-    """Return the sizes of a store in one line."""
-    if config.examples.has_encoder:
-        return _seq2seq_summary(tokens, config.source_length)
-    size = f"{count_text(tokens.n_tokens, 'token')} in {count_text(tokens.n_documents, 'document')}"
-    if tokens.weight_codes is not None:
-        size += f", {100 * tokens.count_loss() / tokens.n_tokens:.0f} % with loss"
-    if not config.has_blocks:
-        return size
-    return f"{size}: {_block_summary(tokens)}"
-
-
-def _block_summary(tokens: MappedTokens) -> str:
-    n_dropped = tokens.n_tokens % tokens.seq_length
-    blocks = f"{count_text(tokens.n_blocks, 'block')} of {tokens.seq_length:,}"
-    return f"{blocks}, {count_text(n_dropped, 'token')} left over and dropped"
-
-
-def _seq2seq_summary(tokens: MappedTokens, source_length: int) -> str:
-    counts = count_samples(tokens, source_length=source_length, has_blocks=False)
-    size = f"{count_text(tokens.n_tokens, 'token')} in {count_text(counts.samples, 'pair')}"
-    sources = f"{count_text(counts.cut_sources, 'source')} of more than {source_length:,}"
-    targets = (
-        f"{count_text(counts.cut_targets, 'target')} of more than {tokens.seq_length:,} tokens"
-    )
-    return f"{size}: {sources}, {targets} are cut"
-
-
-def _check_has_source_target_pair(meta: StoreMeta) -> None:
-    """Raise PrepError if the data of an encoder-decoder model is empty."""
-    if not meta.n_tokens:
-        raise PrepError(
-            "the data has no source-target pair",
-            "all lines are blank, or all their texts are empty",
-            text("set another {}", Key("data.path")),
-        )
-
-
-def _check_has_block(meta: StoreMeta, seq_length: int) -> None:
-    """Raise PrepError if the data is shorter than one block."""
-    if meta.n_tokens < seq_length:
-        what = "the data is shorter than one block"
-        _check_overlong(meta, what)
-        size = f"{count_text(meta.n_tokens, 'token')} in {count_text(meta.n_documents, 'document')}"
-        hint = "add more text"
-        if meta.n_tokens > 1:
-            hint = text("{}, or {}", hint, Key("data.seq_length", meta.n_tokens, is_override=True))
-        raise PrepError(what, f"{size}, a block has {seq_length:,}", hint)
-
-
-def _check_has_token(meta: StoreMeta) -> None:
-    """Raise PrepError if the data has no token."""
-    if not meta.n_tokens:
-        what = "the data has no token"
-        _check_overlong(meta, what)
-        hint = text("set another {}", Key("data.path"))
-        raise PrepError(what, "all its documents are empty", hint)
-
-
-def _check_has_loss(tokens: MappedTokens, meta: StoreMeta) -> None:
-    """Raise PrepError if no token of the data counts in the loss."""
     if not tokens.count_loss() and tokens.n_tokens:
         what = "the data has no token to train on"
         _check_overlong(meta, what)
         why = "all its tokens are in fields in brackets, or none is in a turn of the assistant"
         hint = text("set another {}, or for conversations {}", Key("data.fields"), Key("data.loss"))
         raise PrepError(what, why, hint)
+    note(_dataset_summary(tokens, config))
+    for line in describe_ignored(meta.ignored):
+        note(line)
+    return tokens
+
+
+def _dataset_summary(tokens: MappedTokens, config: TokenizeConfig) -> str:
+    """Return the sizes of a store in one line."""
+    if config.examples.has_encoder:
+        counts = count_samples(tokens, source_length=config.source_length, has_blocks=False)
+        size = f"{count_text(tokens.n_tokens, 'token')} in {count_text(counts.samples, 'pair')}"
+        sources = (
+            f"{count_text(counts.cut_sources, 'source')} of more than {config.source_length:,}"
+        )
+        targets = f"{count_text(counts.cut_targets, 'target')} of more than {tokens.seq_length:,}"
+        return f"{size}: {sources}, {targets} tokens are cut"
+    size = f"{count_text(tokens.n_tokens, 'token')} in {count_text(tokens.n_documents, 'document')}"
+    if tokens.weight_codes is not None:
+        size += f", {100 * tokens.count_loss() / tokens.n_tokens:.0f} % with loss"
+    if not config.has_blocks:
+        return size
+    blocks = f"{count_text(tokens.n_blocks, 'block')} of {tokens.seq_length:,}"
+    n_dropped = tokens.n_tokens % tokens.seq_length
+    return f"{size}: {blocks}, {count_text(n_dropped, 'token')} left over and dropped"
+
+
+def _check_size(meta: StoreMeta, config: TokenizeConfig) -> None:
+    """Raise PrepError if a store has no token, or does not fill one block."""
+    hint = text("set another {}", Key("data.path"))
+    if config.examples.has_encoder:
+        if not meta.n_tokens:
+            why = "all lines are blank, or all their texts are empty"
+            raise PrepError("the data has no source-target pair", why, hint)
+    elif not config.has_blocks:
+        if not meta.n_tokens:
+            what = "the data has no token"
+            _check_overlong(meta, what)
+            raise PrepError(what, "all its documents are empty", hint)
+    elif meta.n_tokens < config.seq_length:
+        what = "the data is shorter than one block"
+        _check_overlong(meta, what)
+        size = f"{count_text(meta.n_tokens, 'token')} in {count_text(meta.n_documents, 'document')}"
+        hint = "add more text"
+        if meta.n_tokens > 1:
+            hint = text("{}, or {}", hint, Key("data.seq_length", meta.n_tokens, is_override=True))
+        raise PrepError(what, f"{size}, a block has {config.seq_length:,}", hint)
 
 
 def _check_overlong(meta: StoreMeta, what: str) -> None:

@@ -1,26 +1,32 @@
-"""Settings of the tokens of a dataset, and the identity of its tokens."""
+"""Settings of the tokens of a dataset, the identity of its tokens, and why a resumed run has others."""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
 
-from prepcli.core.errors import Key, PrepError, join_texts, text, usage_error
-from trainer.data.cache_records import paths_digest
-from trainer.data.example_settings import ExampleSettings
+from prepcli.core.errors import Key, Option, PrepError, join_texts, text, usage_error
+from trainer.data.dataset_layout import WHOLE, Selection
+from trainer.data.encode import OverlongRule
+from trainer.data.examples import ExampleSettings, IdentityChange
 from trainer.data.files import DataFile, Note
-from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type, with_companions
-from trainer.data.overlong import OverlongRule
+from trainer.data.find_files import (
+    NO_REMOTE_FILES,
+    RemoteFiles,
+    find_data_files,
+    resolve_type,
+    with_companions,
+)
 from trainer.data.readers import READERS
 from trainer.data.records import RecordSettings
-from trainer.data.remote_files import WHOLE, RemoteFiles, Selection
 from trainer.data.shards import read_valid_meta
-from trainer.data.token_changes import IdentityChange, RecordedTokens
 from trainer.data.tokenizer import TextTokenizer
+from trainer.recipe.formatting import change_text
 from trainer.recipe.text_fields import (
     CONCATENATED,
     DEFAULT_FIELDS,
@@ -125,7 +131,13 @@ def find_config_files(
     Raises:
         PrepError: There are no files, or the config does not fit them.
     """
-    check_eos_id(config)
+    eos_id = config.examples.eos_id
+    if eos_id is not None and not 0 <= eos_id < config.vocab:
+        why = f"the vocabulary without padding has {config.vocab:,} tokens"
+        hint = (
+            "correct eos_token_id in the config.json of the source checkpoint, and convert it again"
+        )
+        raise PrepError(f"eos_token_id {eos_id:,} is out of range", why, hint)
     found = find_data_files(
         config.paths, config.type, config.selection, remote=config.remote, note=note
     )
@@ -143,20 +155,16 @@ def find_config_files(
         stop_texts = tuple(token for token in tokens if token)
         config = replace(config, examples=replace(config.examples, stop_texts=stop_texts))
     elif config.examples.add_bos is None:
-        config = _with_prefix(config, tokenizer, note)
+        # Documents begin as the tokenizer begins a text. The training data reports it.
+        examples = replace(config.examples, prefix_ids=tokenizer.prefix_ids())
+        begin_ids = examples.used_begin_ids
+        if begin_ids and not config.is_evaluation:
+            tokens = " ".join(tokenizer.codec.token(token) or str(token) for token in begin_ids)
+            note(
+                f"each document begins with {tokens}, as the tokenizer begins a text: `data.add_bos = false` omits it"
+            )
+        config = replace(config, examples=examples)
     return config, with_companions(found, file_type)
-
-
-def _with_prefix(config: TokenizeConfig, tokenizer: TextTokenizer, note: Note) -> TokenizeConfig:
-    """Return a config that begins documents as the tokenizer begins a text. The training data reports it."""
-    examples = replace(config.examples, prefix_ids=tokenizer.prefix_ids())
-    begin_ids = examples.used_begin_ids
-    if begin_ids and not config.is_evaluation:
-        tokens = " ".join(tokenizer.codec.token(token) or str(token) for token in begin_ids)
-        note(
-            f"each document begins with {tokens}, as the tokenizer begins a text: `data.add_bos = false` omits it"
-        )
-    return replace(config, examples=examples)
 
 
 def set_file_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig:
@@ -205,17 +213,6 @@ def check_unused_settings(config: TokenizeConfig, note: Note) -> None:
     note(f"token ids are stored as they are, without {keys}")
 
 
-def check_eos_id(config: TokenizeConfig) -> None:
-    """Raise PrepError if the end-of-sequence token is not in the vocabulary."""
-    eos_id = config.examples.eos_id
-    if eos_id is not None and not 0 <= eos_id < config.vocab:
-        why = f"the vocabulary without padding has {config.vocab:,} tokens"
-        hint = (
-            "correct eos_token_id in the config.json of the source checkpoint, and convert it again"
-        )
-        raise PrepError(f"eos_token_id {eos_id:,} is out of range", why, hint)
-
-
 def checked_identity(
     config: TokenizeConfig, files: Sequence[DataFile], tokenizer: TextTokenizer, note: Note
 ) -> str:
@@ -232,7 +229,12 @@ def checked_identity(
         return identity
 
     def identify(add_bos: bool | None, without: Collection[IdentityChange]) -> str:
-        begun = replace(config, examples=_examples_with_bos(config, files, tokenizer, add_bos))
+        prefix_ids: tuple[int, ...] = ()
+        has_ids = READERS[resolve_type(files, config.type)].has_ids
+        if config.examples.chat_template is None and not has_ids:
+            prefix_ids = tokenizer.prefix_ids()
+        examples = replace(config.examples, add_bos=add_bos, prefix_ids=prefix_ids)
+        begun = replace(config, examples=examples)
         return store_identity(begun, files, tokenizer.digest, without=without)
 
     add_bos = config.examples.add_bos
@@ -248,20 +250,6 @@ def checked_identity(
     raise recorded.change_error(identity, add_bos, cause, missing=missing)
 
 
-def _examples_with_bos(
-    config: TokenizeConfig,
-    files: Sequence[DataFile],
-    tokenizer: TextTokenizer,
-    add_bos: bool | None,
-) -> ExampleSettings:
-    """Return the settings of examples with another `data.add_bos`."""
-    prefix_ids: tuple[int, ...] = ()
-    has_ids = READERS[resolve_type(files, config.type)].has_ids
-    if config.examples.chat_template is None and not has_ids:
-        prefix_ids = tokenizer.prefix_ids()
-    return replace(config.examples, add_bos=add_bos, prefix_ids=prefix_ids)
-
-
 def store_identity(
     config: TokenizeConfig,
     files: Sequence[DataFile],
@@ -269,15 +257,9 @@ def store_identity(
     *,
     without: Collection[IdentityChange] = (),
 ) -> str:
-    """Return a digest of all inputs of the ids and weights.
+    """Return a digest of all inputs of the ids and weights, without some changes since an earlier version.
 
     File paths and `seq_length` are not among them.
-
-    Args:
-        config: Settings of the tokens.
-        files: The files with their digests.
-        tokenizer_digest: Digest of the tokenizer.
-        without: Changes that an earlier version did not have.
     """
     settings = config.examples
     fields = settings.fields if config.type in DEFAULT_FIELDS else None
@@ -317,4 +299,101 @@ def record_settings(config: TokenizeConfig) -> RecordSettings:
 def record_key(config: TokenizeConfig, tokenizer: TextTokenizer) -> str:
     """Return the key of the record of a config's tokens."""
     settings = store_identity(config, (), tokenizer.digest)
-    return paths_digest(config.paths, config.selection, settings)
+    part = config.selection
+    inputs = [config.paths, part.config, part.split, part.revision, settings]
+    return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
+
+
+BOS_KEY = "data.add_bos"
+CHANGED_DATA = "the data has changed since the run began"
+# Returns the identity of a store with another `data.add_bos` and without some changes.
+Identify = Callable[[bool | None, Collection[IdentityChange]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCause:
+    """Why a run began with other tokens.
+
+    Attributes:
+        identity: Identity of the store with which it began.
+        add_bos: Its `data.add_bos`.
+        changes: The changes since its version.
+    """
+
+    identity: str
+    add_bos: bool | None
+    changes: tuple[IdentityChange, ...]
+
+    @property
+    def description(self) -> str:
+        """The changes since its version, for messages."""
+        return ", and ".join(change.value for change in self.changes)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTokens:
+    """The tokens with which a run began.
+
+    Attributes:
+        identities: Identity of each store.
+        add_bos: Its `data.add_bos`.
+    """
+
+    identities: tuple[str, ...]
+    add_bos: bool | None
+
+    def encode(self) -> str:
+        """Return these tokens as a text for the other processes of a job."""
+        return json.dumps([self.identities, self.add_bos])
+
+    @classmethod
+    def decode(cls, encoded: str) -> RecordedTokens:
+        """Return the tokens in a text of `encode`."""
+        identities, add_bos = json.loads(encoded)
+        return cls(tuple(identities), add_bos)
+
+    def find_cause(self, add_bos: bool | None, identify: Identify) -> TokenCause | None:
+        """Return why the run began with other tokens than those of a store. None if that is unknown.
+
+        `identify` computes the identity as earlier versions and settings had it.
+        """
+        # The simplest causes come first.
+        for n_changes in range(len(IdentityChange) + 1):
+            for changes in itertools.combinations(IdentityChange, n_changes):
+                for then in dict.fromkeys((add_bos, self.add_bos)):
+                    identity = identify(then, changes)
+                    if identity in self.identities:
+                        return TokenCause(identity, then, changes)
+        return None
+
+    def change_error(
+        self, identity: str, add_bos: bool | None, cause: TokenCause | None, *, missing: Path | None
+    ) -> PrepError:
+        """Return the error for a store that is none of these. `missing` is the folder of the cause, if it is lost."""
+        restart = restart_hint()
+        if cause is None:
+            why = f"{' '.join(self.identities)}, now {identity}"
+            hint = text("use the files with which the run began, on all hosts; {}", restart)
+            return PrepError(CHANGED_DATA, why, hint)
+        causes: list[str] = []
+        hint = restart
+        if cause.add_bos != add_bos:
+            causes.append(f"{BOS_KEY}: {change_text((cause.add_bos, add_bos))}")
+            keeps = text("{} keeps it", Key(BOS_KEY, cause.add_bos, is_override=True))
+            hint = text("{}; {}", keeps, restart)
+        if cause.changes:
+            causes.append(cause.description)
+        if cause.changes and missing is not None:
+            # This version makes these tokens with no setting.
+            causes.append(f"{missing} is missing or damaged")
+            hint = text("the earlier version finishes the run; {}", restart)
+        return PrepError(CHANGED_DATA, ", and ".join(causes), hint)
+
+
+def restart_hint() -> str:
+    """Return the hint to start a run again that cannot resume."""
+    return text(
+        "{} starts again from step 0; another {} keeps both runs",
+        Option("restart", True),
+        Key("name"),
+    )

@@ -1,18 +1,22 @@
 """Tokenizers with deterministic encoding.
 
-A tokenizer is a tokenizer.json, a SentencePiece model, or a folder that transformers reads.
+A tokenizer is a tokenizer.json, a SentencePiece model, or a folder that transformers reads. Long texts are cut where
+the tokens of the parts, joined, are exactly the tokens of the whole text: the `tokenizers` library needs about 100
+bytes for each byte of a text that it encodes at once. A row or a line of 60 MiB would take 6 GB.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +38,82 @@ from prepcli.formats.tokenizer_files import (
     load_sentencepiece,
 )
 from prepcli.stores.files import not_regular_error, open_regular_file, read_regular_file
-from trainer.data import text_cuts
-from trainer.data.examples import TokenIds
 from trainer.data.files import io_error
+
+TokenIds: TypeAlias = npt.NDArray[np.uint32]
+# Characters of a part at least. Texts up to this length are not cut.
+PART_CHARS = 1 << 18
+# A newline between two visible characters: ASCII, letters, digits, and punctuation of Chinese and
+# Japanese. Every Unicode version and every library agrees that none of them is a space.
+VISIBLE = r"[!-~\w\u3001-\u303f\uff01-\uff60]"
+CUT = re.compile(rf"(?<={VISIBLE})\n(?={VISIBLE})")
+# Pre-tokenizers split a text before a model sees it, so a cut between two of their pieces changes no
+# token. A match of these expressions that has a newline before a visible character ends at the
+# newline: no alternative takes a visible character after it, and none looks back. E.g. "a!\nb" has
+# the pieces "a", "!", "\n", "b" or "a", "!\n", "b", and so has "a!\n" followed by "b". The
+# expression of GPT-4o is not one of them: its `[\r\n/]*` takes the newline and the slash of "!\n/".
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN_2 = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
+# A normalizer of NFC composes no character with a newline before it.
+SAFE_NORMALIZERS = (None, "NFC")
+
+
+def allows_cuts(tokenizer_json: bytes) -> bool:
+    """Return whether `cut_text` keeps the tokens of a tokenizer, for a valid tokenizer.json."""
+    tokenizer = json.loads(tokenizer_json)
+    normalizer = tokenizer.get("normalizer") or {}
+    return (
+        normalizer.get("type") in SAFE_NORMALIZERS
+        and _splits_at_newlines(tokenizer.get("pre_tokenizer") or {})
+        # An added token may depend on characters on both sides of a newline.
+        and not any(
+            token.get("lstrip")
+            or token.get("rstrip")
+            or token.get("single_word")
+            or "\n" in token["content"]
+            for token in tokenizer.get("added_tokens") or ()
+        )
+    )
+
+
+def _splits_at_newlines(pre_tokenizer: dict[str, Any]) -> bool:
+    """Return whether a pre-tokenizer splits texts at each newline before a visible character."""
+    steps = [pre_tokenizer]
+    if pre_tokenizer.get("type") == "Sequence":
+        steps = pre_tokenizer["pretokenizers"]
+    # The step without an expression maps bytes to characters. A space before each part would change
+    # its first token.
+    *splits, byte_level = steps
+    if byte_level.get("type") != "ByteLevel" or byte_level.get("add_prefix_space"):
+        return False
+    if not splits:
+        # Missing in files of old versions, which always split by the expression of GPT-2.
+        return byte_level.get("use_regex", True)
+    split = splits[0]
+    return (
+        len(splits) == 1
+        and not byte_level.get("use_regex", True)
+        and split.get("type") == "Split"
+        and split.get("behavior") == "Isolated"
+        and not split.get("invert")
+        and split.get("pattern") in ({"Regex": LLAMA_3}, {"Regex": QWEN_2})
+    )
+
+
+def cut_text(text: str) -> Iterator[str]:
+    """Yield a text in parts of PART_CHARS characters or a little more.
+
+    A text without a newline between visible characters stays whole.
+    """
+    start = 0
+    while cut := CUT.search(text, start + PART_CHARS):
+        yield text[start : cut.end()]
+        start = cut.end()
+    yield text[start:]
+
 
 TOKENIZER_HINT = Text(Key("data.tokenizer", "PATH", is_override=True))
 FILE_HINT = "correct it, or get the files of the tokenizer again"
@@ -45,7 +122,6 @@ TRANSFORMERS_FILES = (
     *(SETTINGS_FILE, *VOCABULARY_FILES, "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json", "config.json"),
 )
-
 # Lists of special tokens in the settings of a tokenizer.
 EXTRA_TOKENS_KEYS = ("additional_special_tokens", "extra_special_tokens")
 # Tokens that a note names.
@@ -54,12 +130,10 @@ MAX_NAMES = 5
 PROBE = "a"
 # Tokens that are tried if the tokenizer does not have the letter.
 MAX_PROBES = 1000
-
 # Smallest part of the vocabulary that the tokenizer of a model has.
 LEAST_USED_VOCABULARY = 0.9
 # Parts of a long text that are encoded at once: one for every core.
 PARTS_AT_ONCE = min(max(os.cpu_count() or 1, 4), 64)
-
 # Tokenizer classes of transformers with `add_bos_token` or `add_eos_token` on by default.
 BEGINS_PROMPTS = ("CodeLlamaTokenizer",)
 ENDS_PROMPTS = ("T5Tokenizer",)
@@ -103,43 +177,29 @@ class TextTokenizer:
         TOKENIZERS_PARALLELISM. A special token spelled out in a text becomes its id, except in a
         SentencePiece model.
 
-        Args:
-            texts: The texts.
-
-        Returns:
-            The ids of each text, uint32.
-
         Raises:
             PrepError: The tokenizer fails.
         """
-        if not self.allows_cuts or all(len(text) <= text_cuts.PART_CHARS for text in texts):
+        if not self.allows_cuts or all(len(text) <= PART_CHARS for text in texts):
             return self._encode_at_once(texts)
-        return [self._encode_in_parts(text) for text in texts]
+        encoded: list[TokenIds] = []
+        for text in texts:
+            # A long text takes the memory of a few of its parts. The first array is for one without tokens.
+            ids = [np.array([], np.uint32)]
+            parts = cut_text(text)
+            while group := list(itertools.islice(parts, PARTS_AT_ONCE)):
+                ids += self._encode_at_once(group)
+            encoded.append(np.concatenate(ids))
+        return encoded
 
     def _encode_at_once(self, texts: Sequence[str]) -> list[TokenIds]:
         with library_errors(f"{self.path} cannot encode the data", TOKENIZER_HINT):
             return self.codec.encode(texts)
 
-    def _encode_in_parts(self, text: str) -> TokenIds:
-        """Encode a long text with the memory of a few of its parts."""
-        # The first array is for a text without tokens.
-        ids = [np.array([], np.uint32)]
-        parts = text_cuts.cut_text(text)
-        while group := list(itertools.islice(parts, PARTS_AT_ONCE)):
-            ids += self._encode_at_once(group)
-        return np.concatenate(ids)
-
     def encode_with_offsets(
         self, texts: Sequence[str]
     ) -> list[tuple[TokenIds, npt.NDArray[np.int64]]]:
-        """Encode each text as `encode` does, and return where its tokens are.
-
-        Args:
-            texts: The texts.
-
-        Returns:
-            For each text its ids [T], uint32, and the start and end of each token in the text, in
-            characters [T, 2].
+        """Encode each text as `encode` does: its ids [T], and start and end of each token in characters [T, 2].
 
         Raises:
             PrepError: The tokenizer fails.
@@ -171,7 +231,11 @@ class TextTokenizer:
         added = self.encode_prompt("")
         if not added:
             return ()
-        for probe in self._probes():
+        # A letter, else a single token: one that the tokenizer does not add.
+        tokens = map(
+            self.decode, ([token_id] for token_id in range(min(self.max_id + 1, MAX_PROBES)))
+        )
+        for probe in itertools.chain([PROBE], filter(None, tokens)):
             (plain,) = self.encode([probe])
             # With the unknown token as `<s>`, `<s> a` is [0, 0], and the first 0 looks like the text.
             if not len(plain) or not {*added}.isdisjoint(plain.tolist()):
@@ -183,22 +247,10 @@ class TextTokenizer:
                     return tuple(ids[:start])
         return ()
 
-    def _probes(self) -> Iterator[str]:
-        """Yield texts to encode, until one has no token that the tokenizer adds: a letter, then single tokens."""
-        yield PROBE
-        for token_id in range(min(self.max_id + 1, MAX_PROBES)):
-            if text := self.decode([token_id]):
-                yield text
-
     def decode(self, ids: Sequence[int], preceding_ids: Sequence[int] = ()) -> str:
         """Decode ids to text, without special tokens.
 
-        Tokenizers strip a leading space. To keep it, the ids are decoded together with the
-        preceding ids.
-
-        Args:
-            ids: The ids.
-            preceding_ids: Ids that come before them, not part of the result.
+        Tokenizers strip a leading space. To keep it, the ids are decoded together with the preceding ids.
 
         Raises:
             PrepError: The tokenizer fails.
@@ -234,12 +286,7 @@ class TextTokenizer:
         raise PrepError(what, why, hint)
 
     def smaller_vocabulary_note(self, vocab_size: int) -> str | None:
-        """Return a note if the tokenizer has far fewer tokens than the model: it is probably that of another model.
-
-        Args:
-            vocab_size: Vocabulary size of the model without padding. Models of the hub have up to 2 % more rows than
-                their tokenizers have tokens.
-        """
+        """Return a note if the tokenizer has far fewer tokens than the model: it is probably that of another model."""
         if self.max_id + 1 >= vocab_size * LEAST_USED_VOCABULARY:
             return None
         return (
@@ -274,7 +321,11 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     if found.suffix == SENTENCEPIECE_SUFFIX:
         settings = read_settings(found.parent / SETTINGS_FILE)
         with library_errors(f"{found} is not a SentencePiece model", TOKENIZER_HINT):
-            codec = _load_sentencepiece(found, data, settings)
+            # The settings say which tokens are around a prompt.
+            class_name = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
+            adds_bos = bool(settings.get("add_bos_token", class_name in BEGINS_PROMPTS))
+            adds_eos = bool(settings.get("add_eos_token", class_name in ENDS_PROMPTS))
+            codec = load_sentencepiece(found, data, adds_bos=adds_bos, adds_eos=adds_eos)
             return TextTokenizer(found, xxhash.xxh3_128_hexdigest(data), codec.max_id, codec)
     with library_errors(f"{found} is not a valid tokenizer", TOKENIZER_HINT):
         codec = load_fast_tokenizer(found, data)
@@ -285,19 +336,9 @@ def load_tokenizer(path: Path) -> TextTokenizer:
             digest,
             codec.max_id,
             codec,
-            allows_cuts=text_cuts.allows_cuts(data),
+            allows_cuts=allows_cuts(data),
             missing_tokens=missing_tokens,
         )
-
-
-def _load_sentencepiece(
-    file: Path, data: bytes, settings: Mapping[str, JsonValue]
-) -> LibraryTokenizer:
-    """Return a SentencePiece model. Its tokenizer_config.json sets the tokens around a prompt."""
-    class_name = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
-    adds_bos = bool(settings.get("add_bos_token", class_name in BEGINS_PROMPTS))
-    adds_eos = bool(settings.get("add_eos_token", class_name in ENDS_PROMPTS))
-    return load_sentencepiece(file, data, adds_bos=adds_bos, adds_eos=adds_eos)
 
 
 def _missing_tokens(file: Path, codec: LibraryTokenizer) -> tuple[str, ...]:
@@ -325,11 +366,7 @@ def _missing_tokens(file: Path, codec: LibraryTokenizer) -> tuple[str, ...]:
 
 
 def find_tokenizer(path: Path) -> Path | None:
-    """Return the file or folder that `load_tokenizer` reads for a path, or None.
-
-    Args:
-        path: A file, or a folder.
-    """
+    """Return the file or folder that `load_tokenizer` reads for a path, or None."""
     if not path.is_dir():
         if path.is_file():
             return path

@@ -21,8 +21,7 @@ from prepcli.models.attention_kernels import MAX_DENSE_LENGTH
 from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree
 from prepcli.models.parameters import ENCODER
 from prepcli.models.token_rules import NO_RULES, TokenRules
-from trainer.generation.sampling import Sampling, sample_tokens
-from trainer.generation.token_rules import DecodedTokens, apply_token_rules
+from trainer.generation.sampling import DecodedTokens, Sampling, apply_token_rules, sample_tokens
 from trainer.nn import transformer
 from trainer.nn.attention_mask import AttentionMask, EncoderOutput, rotary_cos_sin_at
 from trainer.nn.cache import STATE, KVCache, empty_kv_cache, empty_recurrent_cache
@@ -175,10 +174,8 @@ def prefill(
 
 
 def _config_for_length(forward_config: ForwardConfig, length: int) -> ForwardConfig:
-    """Return the options of a pass over `length` tokens at once.
-
-    Long passes replace the reference kernel by blockwise attention. Its memory is linear in the length.
-    """
+    """Return the options of a pass over `length` tokens at once: blockwise attention for long ones."""
+    # Its memory is linear in the length.
     if length <= MAX_DENSE_LENGTH or forward_config.attention_options.kernel != "reference":
         return forward_config
     return replace(forward_config, attention_options=AttentionOptions("blockwise"))
@@ -214,10 +211,7 @@ def init_kv_cache(
 
 
 def _head_shapes(model: ModelSpec) -> dict[int, tuple[int, int]]:
-    """Return window -> [K, E] of the keys of each group of layers with heads of another shape.
-
-    All layers of such a group have the same window.
-    """
+    """Return window -> [K, E] of the keys of each group of layers with heads of another shape, and one window."""
     arch_config = model.arch_config
     shapes: dict[int, tuple[int, int]] = {}
     for group, layers in arch_config.shape_groups:

@@ -144,17 +144,18 @@ class Generator:
         limited = replace(generation_config, max_new_tokens=min(max_new_tokens, num_slots))
         check_prompts(prompts, sources, model=self.model, generation_config=limited)
         slots = _round_up(max(min_slots, *map(len, prompts)), SLOT_MULTIPLE)
-        rows = _round_up(
-            max(min_rows, len(prompts)), self.forward_config.sharding.data_parallel_size
-        )
         sharding = self.forward_config.sharding
+        rows = _round_up(max(min_rows, len(prompts)), sharding.data_parallel_size)
         batch = _make_prompt_batch(prompts, slots, rows, num_slots, first_row)
-        batch = self._with_sources(_replicate_arrays(batch, sharding), sources, rows)
+        batch = _replicate_arrays(batch, sharding)
+        if sources is not None:
+            inputs = _replicate_arrays(_pad_sources(sources, rows), sharding)
+            batch = batch._replace(encoder_output=self._encode_sources(self.params, *inputs))
         state = self._prefill(self.params, batch, count=slots)
         output = _OutputRows(len(prompts), slots, generation_config.eos_token_ids, ends_with_stop)
 
         def report_progress() -> None:
-            on_progress(_num_new_tokens(state, slots))
+            on_progress(int(state.kv_cache.length) - slots + 1)
             if on_tokens is not None:
                 on_tokens(output.fetch(state, sharding))
             elif ends_with_stop is not None:
@@ -190,21 +191,10 @@ class Generator:
         output.fetch(state, sharding)
         return output.rows
 
-    def _with_sources(
-        self, batch: PromptBatch, sources: Sequence[TokenSequence] | None, rows: int
-    ) -> PromptBatch:
-        """Return a batch with the output of the encoder for the sources of its prompts, if it has any."""
-        if sources is None:
-            return batch
-        inputs = _replicate_arrays(_pad_sources(sources, rows), self.forward_config.sharding)
-        return batch._replace(encoder_output=self._encode_sources(self.params, *inputs))
-
     def _recompute_slots(self, prompts: Sequence[TokenSequence], slots: int) -> set[int]:
-        """Return the slots where a row exceeds the original positions of a longrope embedding.
-
-        The rotary frequencies of all its tokens change there. The cache is then recomputed, and the output equals
-        a forward pass over the whole sequence.
-        """
+        """Return the slots where a row exceeds the original positions of a longrope embedding."""
+        # The rotary frequencies of all its tokens change there. The cache is then recomputed, and the
+        # output equals a forward pass over the whole sequence.
         stops: set[int] = set()
         for rope in self.model.arch_config.ropes:
             if rope.rope_type != "longrope":
@@ -219,11 +209,7 @@ class Generator:
 
 
 class _OutputRows:
-    """The new tokens of each prompt, fetched from the devices.
-
-    Attributes:
-        rows: The tokens so far, up to and including the first end token or the end of a stop text.
-    """
+    """The new tokens of each prompt, fetched from the devices, up to and including the one that ends a row."""
 
     def __init__(
         self,
@@ -248,9 +234,11 @@ class _OutputRows:
         """Append the tokens since the last call to `rows`, and return only these tokens, one list per prompt."""
         # The latest tokens are in slot `length`, one after the last filled slot of the cache.
         stop = int(state.kv_cache.length) + 1
-        tokens = _fetch_array(state.batch.tokens, sharding)[
-            : len(self.rows), self._next_slot : stop
-        ]
+        array = state.batch.tokens
+        if not array.is_fully_addressable:
+            # From the devices of all processes.
+            array = jax.jit(lambda x: x, out_shardings=sharding.replicated_sharding())(array)
+        tokens = np.asarray(array)[: len(self.rows), self._next_slot : stop]
         self._next_slot = stop
         return [self._extend(number, new.tolist()) for number, new in enumerate(tokens)]
 
@@ -378,13 +366,6 @@ def _shared_sharding(sharding: ShardingContext) -> NamedSharding | None:
     return None if replicated is None or replicated.is_fully_addressable else replicated
 
 
-def _fetch_array(array: Array, sharding: ShardingContext) -> np.ndarray:
-    """Copy an array to the host, from the devices of all processes."""
-    if not array.is_fully_addressable:
-        array = jax.jit(lambda x: x, out_shardings=sharding.replicated_sharding())(array)
-    return np.asarray(array)
-
-
 def _pad_sources(sources: Sequence[TokenSequence], rows: int) -> tuple[Array, Array]:
     """Return right-padded sources [B, S] and their mask. Padding rows have one token."""
     tokens = np.zeros((rows, _round_up(max(map(len, sources)), SLOT_MULTIPLE)), np.int32)
@@ -401,10 +382,7 @@ def _steps_between_checks() -> int:
 
 
 class _StreamPace:
-    """The number of decoding steps of each compiled call, for streamed tokens.
-
-    It starts at 1, and grows only while calls are short.
-    """
+    """The number of decoding steps of each compiled call: from 1 on, growing only while calls are short."""
 
     def __init__(self) -> None:
         """Begin with one step in the first call."""
@@ -443,11 +421,6 @@ def _decode_stops(
         if recompute_slot is not None:
             slot = recompute_slot
             yield slot, True
-
-
-def _num_new_tokens(state: DecodeState, slots: int) -> int:
-    """Return the number of new tokens per row."""
-    return int(state.kv_cache.length) - slots + 1
 
 
 def _round_up(count: int, multiple: int) -> int:

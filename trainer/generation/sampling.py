@@ -1,17 +1,24 @@
-"""Sampling of the next token from logits: greedy, or with temperature, top-k, top-p and min-p.
+"""The next token from logits: rules of generation_config.json, then greedy, or sampled by temperature and filters.
 
-Axes: B rows of the batch, V true vocabulary.
+The rules change logits as transformers applies them. The filters are top-k, top-p and min-p.
+
+Axes: B rows of the batch, S slots of tokens, V true vocabulary.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from prepcli.core.errors import Option, text, usage_error
+from prepcli.models.token_rules import TokenRules
 
 # Logits are divided in float32, and its largest number is 3.4028e38.
 MAX_TEMPERATURE = 3.4e38
@@ -44,34 +51,41 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Check the ranges of all values."""
-        if not 0 <= self.temperature <= MAX_TEMPERATURE:
-            why = "it must be at least 0, where 0 takes the most likely token"
-            raise usage_error(
-                f"temperature {self.temperature:g} is out of range",
-                why,
-                text("{}", Option("temperature", 0)),
-            )
-        if self.top_k < 0:
-            why = "it must be at least 0, where 0 takes all tokens"
-            raise usage_error(
-                f"top_k {self.top_k} is out of range", why, text("{}", Option("top_k", 0))
-            )
-        if not 0 < self.top_p <= 1:
-            why = "it must be above 0 and at most 1, where 1 takes all tokens"
-            raise usage_error(
-                f"top_p {self.top_p:g} is out of range", why, text("{}", Option("top_p", 1))
-            )
-        if not 0 <= self.min_p <= 1:
-            why = "it must be at least 0, where 0 takes all tokens, and at most 1"
-            raise usage_error(
-                f"min_p {self.min_p:g} is out of range", why, text("{}", Option("min_p", 0))
-            )
-        if not 0 <= self.seed <= MAX_SEED:
-            raise usage_error(
-                f"seed {self.seed} is out of range",
+        values = (
+            (
+                f"temperature {self.temperature:g}",
+                0 <= self.temperature <= MAX_TEMPERATURE,
+                "it must be at least 0, where 0 takes the most likely token",
+                Option("temperature", 0),
+            ),
+            (
+                f"top_k {self.top_k}",
+                self.top_k >= 0,
+                "it must be at least 0, where 0 takes all tokens",
+                Option("top_k", 0),
+            ),
+            (
+                f"top_p {self.top_p:g}",
+                0 < self.top_p <= 1,
+                "it must be above 0 and at most 1, where 1 takes all tokens",
+                Option("top_p", 1),
+            ),
+            (
+                f"min_p {self.min_p:g}",
+                0 <= self.min_p <= 1,
+                "it must be at least 0, where 0 takes all tokens, and at most 1",
+                Option("min_p", 0),
+            ),
+            (
+                f"seed {self.seed}",
+                0 <= self.seed <= MAX_SEED,
                 f"it must be from 0 to {MAX_SEED:,}",
-                text("{}", Option("seed", 0)),
-            )
+                Option("seed", 0),
+            ),
+        )
+        for value, is_valid, why, option in values:
+            if not is_valid:
+                raise usage_error(f"{value} is out of range", why, text("{}", option))
 
 
 def sample_tokens(logits: Array, row_numbers: Array, step: Array, sampling: Sampling) -> Array:
@@ -136,3 +150,138 @@ def _top_p_filter(scores: Array, top_p: float) -> Array:
     # The most likely token is kept even if `top_p` underflows to 0 in float32.
     is_kept = is_kept.at[0].set(True)
     return jnp.where(jnp.zeros_like(is_kept).at[order].set(is_kept), scores, -jnp.inf)
+
+
+class DecodedTokens(NamedTuple):
+    """The tokens before the next one.
+
+    Attributes:
+        tokens: int32 [B, S], the prompts and the text so far.
+        start_slots: int32 [B], the slot of each row's first token.
+        length: int32 [], the slot of the new token.
+        step: int32 [], the number of the new token.
+    """
+
+    tokens: Array
+    start_slots: Array
+    length: Array
+    step: Array
+
+
+def apply_token_rules(
+    logits: Array,
+    decoded: DecodedTokens,
+    *,
+    eos_token_ids: tuple[int, ...],
+    max_new_tokens: int,
+    rules: TokenRules,
+) -> Array:
+    """Return the logits after the rules, in the order of transformers.
+
+    Args:
+        logits: float32 [B, V].
+        decoded: The tokens before the new one.
+        eos_token_ids: Tokens that end a row.
+        max_new_tokens: Maximum number of new tokens.
+        rules: The rules.
+    """
+    tokens, start_slots, length, step = decoded
+    slots = jnp.arange(tokens.shape[1])
+    is_token = (slots >= start_slots[:, None]) & (slots < length)
+    logits = _add_sequence_bias(logits, decoded, rules.sequence_bias)
+    if rules.repetition_penalty != 1.0:
+        penalized = jnp.where(
+            logits < 0, logits * rules.repetition_penalty, logits / rules.repetition_penalty
+        )
+        logits = jnp.where(_tokens_in_vocabulary(logits, tokens, is_token), penalized, logits)
+    if rules.no_repeat_ngram_size:
+        ends = _repeated_ends(tokens, is_token, length, rules.no_repeat_ngram_size)
+        logits = jnp.where(_tokens_in_vocabulary(logits, tokens, ends), -jnp.inf, logits)
+    bad_words = [(ids, -math.inf) for ids in rules.bad_words_ids]
+    logits = _add_sequence_bias(logits, decoded, bad_words)
+    is_eos = _listed_tokens(logits, eos_token_ids)
+    if rules.min_length or rules.min_new_tokens:
+        is_short = (length - start_slots < rules.min_length) | (step < rules.min_new_tokens)
+        logits = jnp.where(is_short[:, None] & is_eos, -jnp.inf, logits)
+    if rules.forced_bos_token_id is not None:
+        is_second = length - start_slots == 1
+        logits = _force_tokens(logits, is_second, (rules.forced_bos_token_id,))
+    if rules.forced_eos_token_id:
+        is_last = jnp.broadcast_to(step == max_new_tokens - 1, logits.shape[:1])
+        logits = _force_tokens(logits, is_last, rules.forced_eos_token_id)
+    if rules.remove_invalid_values:
+        logits = jnp.nan_to_num(logits)
+    if rules.exponential_decay_length_penalty is not None:
+        start, factor = rules.exponential_decay_length_penalty
+        # E.g. start 10 and factor 1.1: the 13th new token, number 12, adds |logit| * (1.1^2 - 1).
+        growth = jnp.where(step > start, factor ** (step - start).astype(jnp.float32) - 1, 0.0)
+        logits = jnp.where(is_eos, logits + jnp.abs(logits) * growth, logits)
+    if rules.suppress_tokens:
+        logits = jnp.where(_listed_tokens(logits, rules.suppress_tokens), -jnp.inf, logits)
+    if rules.begin_suppress_tokens:
+        # The forced token after a prompt of one token is not the begin of the text.
+        first_step = jnp.zeros_like(start_slots)
+        if rules.forced_bos_token_id is not None:
+            first_step = (length - step - start_slots == 1).astype(jnp.int32)
+        is_begin = (step == first_step)[:, None]
+        is_suppressed = is_begin & _listed_tokens(logits, rules.begin_suppress_tokens)
+        logits = jnp.where(is_suppressed, -jnp.inf, logits)
+    return logits
+
+
+def _add_sequence_bias(
+    logits: Array, decoded: DecodedTokens, biases: Sequence[tuple[tuple[int, ...], float]]
+) -> Array:
+    """Add a bias to the last token of each sequence where the tokens before it are the others."""
+    if not biases:
+        return logits
+    longest = max(len(ids) for ids, _ in biases) - 1
+    prefixes = np.zeros((len(biases), longest), np.int32)
+    is_compared = np.zeros((len(biases), longest), bool)
+    for number, (ids, _) in enumerate(biases):
+        # Right-aligned: the last column is the token before the new one.
+        prefixes[number, longest - len(ids) + 1 :] = ids[:-1]
+        is_compared[number, longest - len(ids) + 1 :] = True
+    matches = jnp.ones((logits.shape[0], len(biases)), bool)
+    for column in range(longest):
+        slot = decoded.length - longest + column
+        # Clipped, because a slice would move a start before the first slot, e.g. of a short prompt.
+        token = lax.dynamic_slice_in_dim(decoded.tokens, jnp.maximum(slot, 0), 1, axis=1)
+        is_token = (slot >= decoded.start_slots)[:, None]
+        is_equal = is_token & (token == prefixes[:, column])
+        matches &= is_equal | ~is_compared[:, column]
+    last = jnp.array([ids[-1] for ids, _ in biases], jnp.int32)
+    added = jnp.where(matches, jnp.array([bias for _, bias in biases], jnp.float32), 0.0)
+    return logits.at[:, last].add(added)
+
+
+def _force_tokens(logits: Array, is_forced: Array, token_ids: tuple[int, ...]) -> Array:
+    """Return logits that leave only the listed tokens in the rows [B] to force."""
+    forced = jnp.where(_listed_tokens(logits, token_ids), 0.0, -jnp.inf)
+    return jnp.where(is_forced[:, None], forced, logits)
+
+
+def _tokens_in_vocabulary(logits: Array, tokens: Array, is_selected: Array) -> Array:
+    """Return which tokens of the vocabulary [B, V] are among the selected tokens [B, S]."""
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    return jnp.zeros(logits.shape, bool).at[rows, tokens].max(is_selected)
+
+
+def _repeated_ends(tokens: Array, is_token: Array, length: Array, size: int) -> Array:
+    """Return the slots [B, S] of tokens that followed an earlier occurrence of the last `size - 1` tokens."""
+    # E.g. size 3 and the tokens 5 6 7 5 6: the last two are 5 6, so the 7 would repeat 5 6 7.
+    follows = is_token
+    for distance in range(1, size):
+        last = lax.dynamic_slice_in_dim(tokens, length - distance, 1, axis=1)
+        # The token `distance` slots before. Slots that wrap around are before the first token.
+        earlier = jnp.roll(tokens, distance, axis=1)
+        is_earlier = jnp.roll(is_token, distance, axis=1) & (
+            jnp.arange(tokens.shape[1]) >= distance
+        )
+        follows &= is_earlier & (earlier == last)
+    return follows
+
+
+def _listed_tokens(logits: Array, token_ids: tuple[int, ...]) -> Array:
+    """Return which tokens of the vocabulary [V] are listed."""
+    return jnp.isin(jnp.arange(logits.shape[-1]), jnp.array(token_ids, jnp.int32))

@@ -534,7 +534,13 @@ def check_wandb_table(table: Mapping[str, object] | None) -> None:
             raise usage_error(
                 f"unknown key `{key}` in `{WANDB_KEY}`", f"known: {', '.join(WANDB_KEYS)}", hint
             )
-        if not _is_valid(key, value):
+        if key == "offline":
+            is_valid = isinstance(value, bool)
+        elif key == "tags":
+            is_valid = isinstance(value, list) and all(isinstance(tag, str) for tag in value)
+        else:
+            is_valid = isinstance(value, str) and bool(value)
+        if not is_valid:
             kind = {"tags": "a list of texts", "offline": "true or false"}.get(key, "text")
             raise usage_error(
                 f"`{key}` in `{WANDB_KEY}` is {value!r:.60}", f"it takes {kind}", f"change `{key}`"
@@ -543,11 +549,3 @@ def check_wandb_table(table: Mapping[str, object] | None) -> None:
         raise usage_error(
             f"`{WANDB_KEY}` has no `project`", "W&B groups runs by project", '`project = "NAME"`'
         )
-
-
-def _is_valid(key: str, value: object) -> bool:
-    if key == "offline":
-        return isinstance(value, bool)
-    if key == "tags":
-        return isinstance(value, list) and all(isinstance(tag, str) for tag in value)
-    return isinstance(value, str) and bool(value)

@@ -307,26 +307,15 @@ class Data(BaseModel):
 
 
 def _as_in_data(key: str, example: str = "") -> Any:
-    """Return the pydantic field for a key of a source, with the examples of the same key in `[data]`.
-
-    Args:
-        key: Name of the key in `[data]`.
-        example: Example to show instead of the one of `[data]`.
-    """
+    """Return the pydantic field for a key of a source, with an example, or those of the same key in `[data]`."""
     field = Data.model_fields[key]
     # A source without a key has the value of `[data]`, except for the keys that name a
     # dataset: with sources, `[data]` cannot have them.
-    absent = None
-    if key in DATASET_KEYS:
-        absent = field.json_schema_extra
-    examples = field.examples
-    if example:
-        examples = [example]
     return Field(
         default=None,
         description=f"as `data.{key}`",
-        examples=examples,
-        json_schema_extra=absent,
+        examples=[example] if example else field.examples,
+        json_schema_extra=field.json_schema_extra if key in DATASET_KEYS else None,
     )
 
 
@@ -397,27 +386,16 @@ def source_data(data: Data, source: DataSource) -> Data:
     if data_type in DEFAULT_FIELDS:
         from_example = data.fields_from_example
         fields = data.fields
-        if from_example is None:
-            fields = _source_fields(source.format, fields, DEFAULT_FIELDS[data_type])
+        # Without columns of its own the first record decides, or the format of the source.
+        if from_example is None and source.format == AUTO:
+            fields = None
+        elif from_example is None and source.format is not None:
+            default = fields or DEFAULT_FIELDS[data_type]
+            fields = FORMAT_FIELDS.get(source.format, default)
     columns = {"fields": fields, "fields_from_example": from_example}
     # Keys of the source have priority over the columns of `[data]`. `model_copy` validates nothing,
     # and both models are valid.
     return data.model_copy(update={**columns, **keys, "sources": None})
-
-
-def _source_fields(data_format: DataFormat | None, fields: str | None, default: str) -> str | None:
-    """Return the columns of a source that names none. None if the first record decides.
-
-    Args:
-        data_format: Format of the source. None for the one of `[data]`.
-        fields: Columns of `[data]`.
-        default: Columns of the type of the source.
-    """
-    if data_format is None:
-        return fields
-    if data_format == AUTO:
-        return None
-    return FORMAT_FIELDS.get(data_format, fields or default)
 
 
 def has_eval_data(data: Data) -> bool:

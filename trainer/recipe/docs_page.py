@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from trainer.recipe.data_table import SOURCE_SCHEMAS, SOURCES_KEY, DataSource
 from trainer.recipe.formatting import describe_type, to_toml
@@ -129,16 +128,25 @@ def render_page() -> str:
         if table != current_table:
             title = f"`[{table}]`" if table else "Above the first table"
             if table:
-                description = _table_description(recipe_schema, table)
+                members = table_members(recipe_schema, table)
+                property_schema = recipe_schema["properties"][table]
+                description = property_schema.get("description") or members[0]["description"]
             else:
                 description = recipe_schema["description"]
             parts.append(
                 f"\n## {title}\n\n{description}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
             )
             current_table = table
-        parts.append(_key_row(name, KEY_SCHEMAS[key]))
+        key_schema = KEY_SCHEMAS[key]
+        default = _default_text(key_schema)
+        if "default" in key_schema and "absent" not in key_schema:
+            default = f"`{default}`"
+        cells = (f"`{name}`", describe_type(key_schema), default, key_schema["description"])
+        parts.append(_table_row(*cells))
     optimizers = [OPTIMIZERS, *_optimizer_rows()]
-    synonyms = [OTHER_NAMES, *map(_synonym_row, NAMES.items())]
+    synonyms = [OTHER_NAMES]
+    for key, names in NAMES.items():
+        synonyms.append(_table_row(f"`{key}`", ", ".join(f"`{name}`" for name in names.split())))
     return "".join([*parts, *_sources_section(), OUTRO, *optimizers, *synonyms])
 
 
@@ -175,24 +183,6 @@ def _sources_section() -> Iterator[str]:
             "that of `[data]`" if "default" in key_schema else "required"
         )
         yield _table_row(f"`{name}`", describe_type(key_schema), default, key_schema["description"])
-
-
-def _table_description(recipe_schema: Mapping[str, Any], table: str) -> str:
-    property_schema = recipe_schema["properties"][table]
-    return (
-        property_schema.get("description") or table_members(recipe_schema, table)[0]["description"]
-    )
-
-
-def _synonym_row(entry: tuple[str, str]) -> str:
-    key, names = entry
-    return _table_row(f"`{key}`", ", ".join(f"`{name}`" for name in names.split()))
-
-
-def _key_row(name: str, key_schema: KeySchema) -> str:
-    default = _default_text(key_schema)
-    shown = default if "absent" in key_schema or "default" not in key_schema else f"`{default}`"
-    return _table_row(f"`{name}`", describe_type(key_schema), shown, key_schema["description"])
 
 
 def _table_row(*cells: str) -> str:

@@ -122,16 +122,12 @@ def to_toml(value: object) -> str:
         # 0.0025, not 2.5e-3.
         return min(repr(value), _scientific_text(value), key=len)
     if isinstance(value, dict):
-        return (
-            f"{{{', '.join(f'{_toml_key(key)} = {to_toml(item)}' for key, item in value.items())}}}"
-        )
+        pairs: list[str] = []
+        for key, item in value.items():
+            name = key if BARE_KEY.fullmatch(key) else to_toml(key)
+            pairs.append(f"{name} = {to_toml(item)}")
+        return f"{{{', '.join(pairs)}}}"
     return str(value)
-
-
-def _toml_key(key: str) -> str:
-    if BARE_KEY.fullmatch(key):
-        return key
-    return to_toml(key)
 
 
 def _scientific_text(value: float) -> str:

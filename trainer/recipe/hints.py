@@ -72,13 +72,6 @@ def value_for_synonym(value: str) -> str | None:
     return _by_name("values").get(value.lower())
 
 
-def _keeps_value(name: str) -> bool:
-    """Return whether the value of a setting of another trainer means the same in the recipe key that replaces it."""
-    keys = _by_name("keys")
-    setting = next((suffix for suffix in name_suffixes(name) if suffix in keys), name)
-    return setting not in OTHER_VALUES.split()
-
-
 def unknown_leaves(path: str, value: TomlValue) -> Iterator[tuple[str, TomlValue]]:
     """Yield path and value of an unknown key, or of the keys of an unknown table that have hints of their own."""
     # A quoted key may contain a dot.
@@ -148,7 +141,14 @@ def unknown_key_hint(path: str, value: TomlValue, is_override: bool = False) -> 
     if advice := advice_for(path):
         return advice
     if path in KEY_SCHEMAS:
-        return _other_optimizers_text(path)
+        table, _, name = path.rpartition(".")
+        # A quoted key `"model.path"` above the first table is spelled like a key, but is not one.
+        if table != "optimizer":
+            return f"`{name}` in [{table}], without quotes"
+        # Only optimizers of other types have it.
+        *others, last = [kind for kind, names in OPTIMIZER_SCHEMAS.items() if name in names]
+        listing = f"{', '.join(others)} and {last}" if others else last
+        return f"`{name}` is a key of {listing}"
     table = suggest(path, TABLE_NAMES)
     if table and "." not in path and not key_for_synonym(path):
         return f"did you mean `{table}`?"
@@ -161,7 +161,10 @@ def unknown_key_hint(path: str, value: TomlValue, is_override: bool = False) -> 
     if is_override:
         hint = override_hint(key, toml_value)
     else:
-        hint = _assignment_text(key, toml_value, path.rpartition(".")[0])
+        key_table, _, name = key.rpartition(".")
+        hint = f"`{name} = {toml_value}`"
+        if key_table != path.rpartition(".")[0]:
+            hint += f" in [{key_table}]" if key_table else ", above the first table"
     is_certain = key in (key_for_synonym(path), _same_name_in_any_table(path))
     if is_certain:
         return hint
@@ -189,7 +192,12 @@ def option_hint(option: str, value_text: str) -> str:
 
 def _value_text(name: str, value: TomlValue, key: str) -> str:
     """Return the value of an unknown key as TOML for a recipe key, or the recipe key's example."""
-    corrected = correct_value(key, value) if _keeps_value(name) else ""
+    keys = _by_name("keys")
+    setting = next((suffix for suffix in name_suffixes(name) if suffix in keys), name)
+    corrected = ""
+    # The value of a setting of another trainer may mean something else in the recipe key that replaces it.
+    if setting not in OTHER_VALUES.split():
+        corrected = correct_value(key, value)
     return corrected or example_value(KEY_SCHEMAS[key])
 
 
@@ -201,30 +209,6 @@ def override_hint(key: str, toml_value: str) -> Text:
         (argument,) = shlex.split(override_argument(key, toml_value, KEY_SCHEMAS[key]))
         value = argument.partition("=")[2]
     return text("{}", Key(key, value, is_override=True))
-
-
-def _assignment_text(key: str, toml_value: str, current: str) -> str:
-    """Return e.g. `lr = 1e-4` with the table to put it in."""
-    table, _, name = key.rpartition(".")
-    assignment = f"`{name} = {toml_value}`"
-    if table == current:
-        return assignment
-    if table:
-        return f"{assignment} in [{table}]"
-    return f"{assignment}, above the first table"
-
-
-def _other_optimizers_text(path: str) -> str:
-    """Return a hint for a key that only optimizers of other types have."""
-    table, _, name = path.rpartition(".")
-    # A quoted key `"model.path"` above the first table is spelled like a key, but is not one.
-    if table != "optimizer":
-        return f"`{name}` in [{table}], without quotes"
-    types = [key for key, names in OPTIMIZER_SCHEMAS.items() if name in names]
-    listing = types[-1]
-    if len(types) > 1:
-        listing = f"{', '.join(types[:-1])} and {types[-1]}"
-    return f"`{name}` is a key of {listing}"
 
 
 def _known_keys_text(table: str) -> str:

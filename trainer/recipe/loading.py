@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from prepcli.core.errors import Command, Option, PrepError, Text, join_texts, text, usage_error
-from trainer.recipe.conflicts import Problem, find_problems
+from trainer.recipe.conflicts import find_problems
 from trainer.recipe.data_table import SOURCE_PATHS, SOURCES_KEY, SPAN_CORRUPTION, Data
 from trainer.recipe.formatting import (
     TomlTable,
@@ -135,14 +135,7 @@ class Diagnostic:
 
 
 def _diagnostics_error(path: Path, diagnostics: Sequence[Diagnostic]) -> PrepError:
-    """Return one UsageError that reports all diagnostics.
-
-    The order is: diagnostics of the file by line, of overrides, of missing keys.
-
-    Args:
-        path: The recipe.
-        diagnostics: At least one diagnostic.
-    """
+    """Return one UsageError of all diagnostics: of the file by line, of overrides, of missing keys."""
     # False sorts before True. Lines of the file come first. Overrides and missing keys both have line 0.
     ordered = sorted(diagnostics, key=lambda item: (not item.line, item.line, not item.is_override))
     if len(ordered) == 1:
@@ -207,18 +200,26 @@ def complete_recipe(raw: RawRecipe, overrides: Sequence[str] = ()) -> LoadedReci
         diagnostics += unknown_diagnostics
         # Conflicts of the known keys are reported with the unknown ones.
         recipe = _validate(tables) if unknown else recipe
-    diagnostics += [*path_diagnostics, *_missing_model_path(raw, intended_keys)]
+    diagnostics += path_diagnostics
+    # The key is not required with `model.init = "random"`.
+    key = "model.path"
+    is_random = raw.has("model.init") and raw.get("model.init") == "random"
+    if not (raw.has(key) or is_random or key in intended_keys):
+        diagnostics.append(_missing_key(key, raw))
     if isinstance(recipe, Recipe):
         # A misspelled key may cause a conflict in the table of the key that was meant.
         affected_tables = {_table_name(key) for key in intended_keys}
         for problem in find_problems(recipe):
             if affected_tables.isdisjoint(map(_table_name, problem.keys)):
-                diagnostics.append(_locate_problem(problem, raw))
+                # The first key that the user wrote has a line. If all are defaults, the file is named.
+                key = next(filter(raw.has, problem.keys), problem.keys[0])
+                diagnostics.append(raw.diagnostic(key, problem.what, problem.why, problem.hint))
     else:
         diagnostics += _describe_errors(recipe, raw, intended_keys)
     if diagnostics or not isinstance(recipe, Recipe):
         raise _diagnostics_error(raw.path, diagnostics)
-    return LoadedRecipe(recipe, _value_origins(raw))
+    origins = {key: "default" for key in KEY_SCHEMAS if not raw.has(key)}
+    return LoadedRecipe(recipe, origins | dict.fromkeys(raw.overridden_keys, "override"))
 
 
 def read_recipe(path: Path) -> RawRecipe:
@@ -235,10 +236,7 @@ def read_recipe(path: Path) -> RawRecipe:
             data = file.read(MAX_RECIPE_NBYTES + 1)
     except FileNotFoundError:
         similar_name = suggest(path.name, sorted(file.name for file in path.parent.glob("*.toml")))
-        if similar_name:
-            hint = f"did you mean `{path.parent / similar_name}`?"
-        else:
-            hint = RECIPES_HINT
+        hint = f"did you mean `{path.parent / similar_name}`?" if similar_name else RECIPES_HINT
         raise usage_error(f"{path} does not exist", "a recipe is a TOML file", hint) from None
     except IsADirectoryError:
         raise _folder_error(path) from None
@@ -251,7 +249,13 @@ def read_recipe(path: Path) -> RawRecipe:
     if len(data) > MAX_RECIPE_NBYTES:
         why = f"it has more than {MAX_RECIPE_NBYTES:,} bytes"
         raise usage_error(f"{path} is not a recipe", why, RECIPES_HINT)
-    content = _decode_text(data, path)
+    try:
+        # tomllib rejects a byte order mark. Line numbers are counted without carriage returns.
+        content = data.decode().removeprefix("\ufeff").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        why = f"byte {error.start} of the file is 0x{error.object[error.start]:02x}"
+        raise usage_error(f"{path}:{line}: not UTF-8", why, "save the file as UTF-8") from None
     return RawRecipe(path, _parse_recipe(content, path), line_numbers=key_line_numbers(content))
 
 
@@ -265,17 +269,6 @@ def _folder_error(folder: Path) -> PrepError:
     train = Command("train", "RECIPE.toml", Option("overrides", f"model.path={folder}"))
     hint = text("{}; {}", train, RECIPES_HINT)
     return usage_error(f"{folder} is a checkpoint", "a recipe is a TOML file", hint)
-
-
-def _decode_text(data: bytes, path: Path) -> str:
-    """Decode the UTF-8 of a recipe without carriage returns."""
-    try:
-        # tomllib rejects a byte order mark. Line numbers are counted without carriage returns.
-        return data.decode().removeprefix("\ufeff").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        why = f"byte {error.start} of the file is 0x{error.object[error.start]:02x}"
-        raise usage_error(f"{path}:{line}: not UTF-8", why, "save the file as UTF-8") from None
 
 
 def _parse_recipe(content: str, path: Path) -> TomlTable:
@@ -387,27 +380,22 @@ def _expand_paths(raw: RawRecipe) -> tuple[RawRecipe, list[Diagnostic]]:
 
 
 def _expand_value(value: TomlValue, key: str) -> TomlValue:
-    """Expand the paths in a value: a text, a list of them, or a table of `data.sources`."""
+    """Expand `${NAME}` and a leading `~` in the paths of a value: a text, a list, or a table of `data.sources`."""
     if isinstance(value, list):
         return [_expand_value(item, key) for item in value]
     # A table of `data.sources`.
     if isinstance(value, dict):
         paths = {name: _expand_value(value[name], key) for name in SOURCE_PATHS if name in value}
         return value | paths
-    if isinstance(value, str):
-        return _expand_path(value, key)
-    return value
-
-
-def _expand_path(text: str, key: str) -> str:
-    """Expand `${NAME}` and a leading `~`."""
-    for name in ENV_VARIABLE.findall(text):
+    if not isinstance(value, str):
+        return value
+    for name in ENV_VARIABLE.findall(value):
         if name not in os.environ:
-            why = f"it is {format_value(text)}, and {name} is not set"
+            why = f"it is {format_value(value)}, and {name} is not set"
             raise usage_error(
                 f"`{key}` needs the environment variable {name}", why, f"`export {name}=...`"
             )
-    expanded = ENV_VARIABLE.sub(lambda match: os.environ[match[1]], text)
+    expanded = ENV_VARIABLE.sub(lambda match: os.environ[match[1]], value)
     # The value of a variable may contain `${`. It is not expanded again: with A = `${A}` that has no end.
     if "${" in expanded:
         why = "only `${NAME}` is expanded, and only once"
@@ -419,10 +407,8 @@ def _expand_path(text: str, key: str) -> str:
 
 
 def _with_dependent_defaults(raw: RawRecipe, expanded: RawRecipe) -> dict[str, Any]:
-    """Return all values with the defaults that depend on other values.
-
-    Every table is present, so that pydantic reports missing keys instead of missing tables.
-    """
+    """Return all values with the defaults that depend on other values."""
+    # Every table is present, so that pydantic reports missing keys instead of missing tables.
     tables: dict[str, Any] = {"name": raw.path.stem, **{name: {} for name in TABLE_NAMES}}
     tables |= _copy_tables(expanded.tables)
     data = tables["data"]
@@ -487,17 +473,14 @@ def _describe_unknown_keys(
 def _describe_errors(
     error: ValidationError, raw: RawRecipe, intended_keys: Collection[str]
 ) -> Iterator[Diagnostic]:
-    """Yield the diagnostics of missing keys and invalid values.
-
-    Args:
-        error: The error of pydantic.
-        raw: The recipe as the user wrote it.
-        intended_keys: Keys probably meant by unknown keys. They are not reported as missing.
-    """
+    """Yield the diagnostics of missing keys and invalid values. Keys meant by unknown ones are not missing."""
     # A key with a union of types has one error per type. The dict keeps one of them per key.
-    error_types = {
-        _schema_key(item["loc"]): item["type"] for item in error.errors(include_url=False)
-    }
+    error_types: dict[str, str] = {}
+    for item in error.errors(include_url=False):
+        # The key that contains a location, e.g. ("data", "path", 0) -> `data.path`.
+        path = ".".join(_without_tag(item["loc"]))
+        key = next((key for key in KEY_SCHEMAS if f"{path}.".startswith(f"{key}.")), path)
+        error_types[key] = item["type"]
     for key, error_type in error_types.items():
         # A list with too few items has an error of type "missing" too, but its key is there.
         is_missing = error_type == "missing" and not raw.has(key)
@@ -513,21 +496,6 @@ def _without_tag(location: tuple[int | str, ...]) -> tuple[str, ...]:
     if parts[0] == "optimizer" and parts[1:2] and parts[1] in OPTIMIZER_TABLES:
         return (parts[0], *parts[2:])
     return parts
-
-
-def _schema_key(location: tuple[int | str, ...]) -> str:
-    """Return the key that contains a location, e.g. ("data", "path", 0) -> `data.path`."""
-    path = ".".join(_without_tag(location))
-    return next((key for key in KEY_SCHEMAS if f"{path}.".startswith(f"{key}.")), path)
-
-
-def _missing_model_path(raw: RawRecipe, intended_keys: Collection[str]) -> list[Diagnostic]:
-    """Return the diagnostic of a missing `model.path`. The key is not required with `model.init = "random"`."""
-    key = "model.path"
-    is_random = raw.has("model.init") and raw.get("model.init") == "random"
-    if raw.has(key) or is_random or key in intended_keys:
-        return []
-    return [_missing_key(key, raw)]
 
 
 def _missing_key(key: str, raw: RawRecipe) -> Diagnostic:
@@ -563,21 +531,3 @@ def _describe_key(key: str) -> str:
 
 def _table_name(key: str) -> str:
     return key.partition(".")[0]
-
-
-def _locate_problem(problem: Problem, raw: RawRecipe) -> Diagnostic:
-    """Return the problem with the line of its first key in the recipe."""
-    # The first key that the user wrote has a line. If all are defaults, the file is named.
-    key = next(filter(raw.has, problem.keys), problem.keys[0])
-    return raw.diagnostic(key, problem.what, problem.why, problem.hint)
-
-
-def _value_origins(raw: RawRecipe) -> dict[str, str]:
-    """Return which keys come from defaults and which from overrides."""
-    origins: dict[str, str] = {}
-    for key in KEY_SCHEMAS:
-        if not raw.has(key):
-            origins[key] = "default"
-    for key in raw.overridden_keys:
-        origins[key] = "override"
-    return origins

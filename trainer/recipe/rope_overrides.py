@@ -134,26 +134,21 @@ def _invalid_values(scaling: HFConfig) -> Iterator[tuple[str, str]]:
 
 def _value_requirement(key: str, value: JsonValue) -> str:
     """Return what the value of a key must be, or "" if it is valid."""
+    is_valid = _is_positive_number(value)
+    requirement = "a number above 0"
     if key in ("rope_type", "type"):
-        if isinstance(value, str):
-            return ""
-        return "text"
-    if key == "truncate":
-        if isinstance(value, bool):
-            return ""
-        return "true or false"
-    if key in ("short_factor", "long_factor"):
-        is_list = isinstance(value, list) and all(map(_is_positive_number, value))
-        if is_list:
-            return ""
-        return "a list of numbers above 0, one per rotated pair of elements"
-    if key == ORIGINAL:
-        if isinstance(value, int) and _is_positive_number(value):
-            return ""
-        return "a positive integer"
-    if _is_positive_number(value):
-        return ""
-    return "a number above 0"
+        is_valid = isinstance(value, str)
+        requirement = "text"
+    elif key == "truncate":
+        is_valid = isinstance(value, bool)
+        requirement = "true or false"
+    elif key in ("short_factor", "long_factor"):
+        is_valid = isinstance(value, list) and all(map(_is_positive_number, value))
+        requirement = "a list of numbers above 0, one per rotated pair of elements"
+    elif key == ORIGINAL:
+        is_valid = isinstance(value, int) and _is_positive_number(value)
+        requirement = "a positive integer"
+    return "" if is_valid else requirement
 
 
 def _is_positive_number(value: JsonValue) -> TypeGuard[int | float]:
@@ -182,7 +177,11 @@ def override_rope(config: HFConfig, overrides: RopeOverrides) -> HFConfig:
     _check_one_rope(before, family.name, overrides.keys[0])
     try:
         changed = _write_original_positions(_write_rope(config, overrides), family.arch_config)
-        changed = _write_positions(changed, overrides.max_positions)
+        if overrides.max_positions is not None:
+            # Old configs may have several of these fields. All get the same value, so that it does not
+            # matter which one a reader takes.
+            fields = [name for name in POSITION_FIELDS if name in changed] or POSITION_FIELDS[:1]
+            changed |= dict.fromkeys(fields, overrides.max_positions)
         after = family.arch_config(changed)
     except PrepError as error:
         what = f"`{'`, `'.join(overrides.keys)}` cannot be applied to this {family.name} model"
@@ -190,7 +189,11 @@ def override_rope(config: HFConfig, overrides: RopeOverrides) -> HFConfig:
         if error.what == INVALID_CONFIG:
             why = error.why
         raise usage_error(what, why, OTHER_VALUE_HINT) from error
-    _check_dynamic(before, after)
+    is_dynamic = _required_rope(after).rope_type == "dynamic"
+    if is_dynamic and after.max_positions > before.max_positions:
+        why = f"dynamic scaling begins after these positions: {before.max_positions:,} in the checkpoint"
+        what = f"`{POSITIONS_KEY}` is {after.max_positions}"
+        raise usage_error(what, why, f"remove `{POSITIONS_KEY}`")
     return changed
 
 
@@ -262,25 +265,6 @@ def _write_original_positions(config: JsonObject, read_arch: ReadArch) -> JsonOb
     field = _rope_field(config)
     original = {ORIGINAL: rope.original_max_positions}
     return {**config, **original, field: {**_rope_parameters(config), **original}}
-
-
-def _write_positions(config: JsonObject, positions: int | None) -> JsonObject:
-    """Return the config with its number of positions."""
-    if positions is None:
-        return config
-    # Old configs may have several of these fields. All get the same value, so that it does not matter
-    # which one a reader takes.
-    fields = [name for name in POSITION_FIELDS if name in config] or POSITION_FIELDS[:1]
-    return {**config, **dict.fromkeys(fields, positions)}
-
-
-def _check_dynamic(before: ArchConfig, after: ArchConfig) -> None:
-    """Raise UsageError if dynamic scaling is combined with more positions."""
-    if _required_rope(after).rope_type == "dynamic" and after.max_positions > before.max_positions:
-        why = f"dynamic scaling begins after these positions: {before.max_positions:,} in the checkpoint"
-        raise usage_error(
-            f"`{POSITIONS_KEY}` is {after.max_positions}", why, f"remove `{POSITIONS_KEY}`"
-        )
 
 
 def _required_rope(arch_config: ArchConfig) -> Rope:

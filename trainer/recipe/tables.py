@@ -464,17 +464,13 @@ def merge_members(members: Sequence[Mapping[str, KeySchema]]) -> dict[str, KeySc
 KEY_SCHEMAS: Mapping[str, KeySchema] = dict(_leaf_schemas(schema()))
 
 
-def _optimizer_schemas() -> Iterator[tuple[str, Mapping[str, KeySchema]]]:
-    """Yield each optimizer type with the JSON schemas of its keys, by key name."""
-    members = table_members(schema(), "optimizer")
-    # pydantic lists the members of a union in the order of its type, which is the order of OPTIMIZER_TABLES.
-    for name, member in zip(OPTIMIZER_TABLES, members, strict=True):
-        # The schema of a member allows only its own type. The schema of the key allows all types.
-        yield name, {**member["properties"], "type": KEY_SCHEMAS["optimizer.type"]}
-
-
 # Type -> name of a key -> JSON schema.
-OPTIMIZER_SCHEMAS: Mapping[str, Mapping[str, KeySchema]] = dict(_optimizer_schemas())
+# pydantic lists the members of a union in the order of its type, which is the order of OPTIMIZER_TABLES.
+# The schema of a member allows only its own type. The schema of the key allows all types.
+OPTIMIZER_SCHEMAS: Mapping[str, Mapping[str, KeySchema]] = {
+    name: {**member["properties"], "type": KEY_SCHEMAS["optimizer.type"]}
+    for name, member in zip(OPTIMIZER_TABLES, table_members(schema(), "optimizer"), strict=True)
+}
 TABLE_NAMES = tuple(dict.fromkeys(key.partition(".")[0] for key in KEY_SCHEMAS if "." in key))
 
 
@@ -567,7 +563,14 @@ def _accumulation_steps(batch: Batch, size: int, n_devices: int, n_replicas: int
     divisor = micro_size or batch.accumulate or size
     if size % divisor:
         what = f"`batch.size` {size} is not a whole number of micro-batches"
-        why = f"{_micro_batch_text(batch, n_devices, n_replicas)}; {size} mod {divisor} = {size % divisor}"
+        origin = f"accumulate is {batch.accumulate}"
+        for name, noun, count in (
+            ("per_replica", "replicas", n_replicas),
+            ("per_device", "devices", n_devices),
+        ):
+            if rows := getattr(batch, name):
+                origin = f"{name} {rows} x {count} {noun} = {rows * count}"
+        why = f"{origin}; {size} mod {divisor} = {size % divisor}"
         # Each of `accumulate` micro-batches needs a row per replica.
         multiple = divisor * n_replicas
         if micro_size:
@@ -577,17 +580,6 @@ def _accumulation_steps(batch: Batch, size: int, n_devices: int, n_replicas: int
     if micro_size:
         return size // micro_size
     return batch.accumulate or 1
-
-
-def _micro_batch_text(batch: Batch, n_devices: int, n_replicas: int) -> str:
-    """Return how the recipe sets the size of a micro-batch, for an error."""
-    if batch.per_device:
-        return (
-            f"per_device {batch.per_device} x {n_devices} devices = {batch.per_device * n_devices}"
-        )
-    if batch.per_replica:
-        return f"per_replica {batch.per_replica} x {n_replicas} replicas = {batch.per_replica * n_replicas}"
-    return f"accumulate is {batch.accumulate}"
 
 
 def _set_hint(key: str, value: object) -> Text:

@@ -125,7 +125,10 @@ class FieldList:
         """All columns. Columns in brackets come first."""
         columns: list[str] = []
         for field in (*self.source, *self.target):
-            columns += _field_columns(field)
+            if isinstance(field, TextField):
+                columns += field.columns
+            elif isinstance(field, TokenIdsField):
+                columns.append(field.column)
         return tuple(columns)
 
 
@@ -174,7 +177,13 @@ def split_fields(text: str) -> FieldList:
 def _parse_field(body: str) -> Field:
     """Parse one field: a token, ids of a column, or columns joined by +."""
     if token := TOKEN.fullmatch(body):
-        return TokenField(_parse_token(token[1]))
+        name = token[1]
+        if name == "bos" or name == "eos":
+            return TokenField(name)
+        # `int` would also take `1_000`, ` 7` and digits of other scripts. 10 digits hold every uint32.
+        if not re.fullmatch(r"[0-9]{1,10}", name):
+            raise FieldsError(f"<|{name}|> is not {SPECIAL_HINT}")
+        return TokenField(int(name))
     if ids := IDS.fullmatch(body):
         return TokenIdsField(ids[1].strip())
     columns = tuple(column.strip() for column in body.split("+"))
@@ -183,22 +192,3 @@ def _parse_field(body: str) -> Field:
     if SIGNS.search("".join(columns)):
         raise FieldsError(f'"{body}" is neither a column, nor `{{COLUMN}}`, nor {SPECIAL_HINT}')
     return TextField(columns)
-
-
-def _parse_token(name: str) -> int | Literal["bos", "eos"]:
-    """Parse the name in `<|...|>`: bos, eos or an id."""
-    if name == "bos" or name == "eos":
-        return name
-    # `int` would also take `1_000`, ` 7` and digits of other scripts. 10 digits hold every uint32.
-    if re.fullmatch(r"[0-9]{1,10}", name):
-        return int(name)
-    raise FieldsError(f"<|{name}|> is not {SPECIAL_HINT}")
-
-
-def _field_columns(field: Field) -> tuple[str, ...]:
-    """Return the columns that a field reads."""
-    if isinstance(field, TextField):
-        return field.columns
-    if isinstance(field, TokenIdsField):
-        return (field.column,)
-    return ()

@@ -27,8 +27,13 @@ from prepcli.models.lora import Adapters, num_features, rank_axis
 from prepcli.models.param_tree import ParamLeaf
 from prepcli.planning.tensors import itemsize
 from trainer.data.files import DataFile, EmptyFileError, check_not_empty, check_readable
-from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, has_local_files, resolve_type
-from trainer.data.remote_files import RemoteFiles
+from trainer.data.find_files import (
+    NO_REMOTE_FILES,
+    RemoteFiles,
+    find_data_files,
+    has_local_files,
+    resolve_type,
+)
 from trainer.data.tokenizer import check_tokenizer_exists
 from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
 from trainer.planning.step_inputs import context_warnings, state_leaves

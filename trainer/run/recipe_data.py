@@ -39,13 +39,14 @@ from prepcli.targets.hf_folder import tokenizer_folder
 from trainer.data.dataset_layout import (
     MAX_README_NBYTES,
     README,
+    Selection,
     matches,
     read_metadata,
     select_files,
     select_folder_files,
 )
 from trainer.data.files import DataFile
-from trainer.data.remote_files import GLOB_SIGNS, Selection
+from trainer.data.find_files import GLOB_SIGNS
 from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
 from trainer.recipe import Recipe, batch_shape
 from trainer.run.run import Run
@@ -58,8 +59,7 @@ from trainer.run.start import (
 from trainer.run.storage import RUNS_FOLDER
 
 if TYPE_CHECKING:
-    from trainer.data.token_changes import RecordedTokens
-    from trainer.data.tokenize_config import TokenizeConfig
+    from trainer.data.tokenize_config import RecordedTokens, TokenizeConfig
     from trainer.training.datasets import DataModel
     from trainer.training.source_datasets import Datasets
 
@@ -402,7 +402,7 @@ def _recorded_tokens(
     run: Run, start: StartCheckpoint, changed: Mapping[str, tuple[Any, Any]]
 ) -> RecordedTokens | None:
     """Return the tokens with which a resumed run began. None for a new run, and on other processes."""
-    from trainer.data.token_changes import BOS_KEY, RecordedTokens
+    from trainer.data.tokenize_config import BOS_KEY, RecordedTokens
 
     if not run.is_first or not start.resume_step:
         return None

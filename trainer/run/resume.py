@@ -16,7 +16,7 @@ from prepcli.restore.item_reader import ItemReader
 from prepcli.sources.source import AVERAGE_SLOT
 from prepcli.stores.files import not_regular_error
 from prepcli.stores.paths import create_temporary_folder
-from trainer.data.token_changes import BOS_KEY, restart_hint
+from trainer.data.tokenize_config import BOS_KEY, restart_hint
 from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.data_table import SOURCE_PATHS, SOURCES_KEY
 from trainer.recipe.formatting import change_text

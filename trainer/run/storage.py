@@ -52,7 +52,7 @@ def open_run_storage(out: Path | None, recipe: Recipe, observer: Observer) -> Ru
     Raises:
         UsageError: A URL has another scheme, or is invalid.
     """
-    from trainer.data.cache_records import OPENED_PREFIX
+    from trainer.data.files import OPENED_PREFIX
     from trainer.distributed.agreement import PROBE_PREFIX
 
     url = parse_out_url(out)

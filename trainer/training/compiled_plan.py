@@ -18,7 +18,7 @@ import jax
 from prepcli.core.errors import USAGE, Key, Option, PrepError, UsageError, text, usage_error
 from prepcli.models.attention_kernels import ANY_ACCELERATOR
 from prepcli.models.mesh import Mesh, num_slices, parse_mesh, parse_slice_counts
-from trainer.data.packed_documents import document_columns
+from trainer.data.packing import document_columns
 from trainer.data.seq2seq import seq2seq_columns
 from trainer.distributed.compilation import (
     UNWATCHED,

@@ -13,22 +13,28 @@ from prepcli.core.json_values import HFConfig
 from prepcli.core.process_group import ProcessGroup, SingleProcess
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.parameters import Family
-from trainer.data.chat_loss import LossRule
 from trainer.data.chat_template import ChatTemplate, recipe_template
-from trainer.data.example_settings import ExampleSettings
+from trainer.data.conversations import LossRule
+from trainer.data.examples import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.files import Note
-from trainer.data.find_files import NO_REMOTE_FILES
-from trainer.data.packed_documents import document_dataset
-from trainer.data.packing import Dataset, PackedDataset, split_holdout
-from trainer.data.remote_files import RemoteFiles
-from trainer.data.seq2seq import seq2seq_dataset
-from trainer.data.span_corruption import SpanCorruptionDataset, SpanCorruptionTokenIds, sentinel_ids
+from trainer.data.find_files import NO_REMOTE_FILES, RemoteFiles
+from trainer.data.packing import (
+    Dataset,
+    PackedDataset,
+    document_dataset,
+    split_holdout,
+    with_stride,
+)
+from trainer.data.seq2seq import (
+    SpanCorruptionDataset,
+    SpanCorruptionTokenIds,
+    sentinel_ids,
+    seq2seq_dataset,
+)
 from trainer.data.store import MappedTokens
-from trainer.data.token_changes import RecordedTokens
-from trainer.data.tokenize_config import TokenizeConfig
+from trainer.data.tokenize_config import RecordedTokens, TokenizeConfig
 from trainer.data.tokenizer import load_tokenizer
-from trainer.data.windows import with_stride
 from trainer.recipe import Recipe
 from trainer.recipe.data_table import SPAN_CORRUPTION, Data, recipe_span_sizes, split_sources
 from trainer.recipe.text_fields import CHAT_FORMATS, TRAINING, parse_fields

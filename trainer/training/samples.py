@@ -14,11 +14,11 @@ from prepcli.core.json_values import HFConfig, JsonObject
 from prepcli.models.param_tree import Tree
 from prepcli.models.token_rules import NO_RULES, TokenRules
 from prepcli.sources.generation_config import folder_generation_defaults
-from trainer.data.chat_prompts import MESSAGES_KEY, TOOLS_KEY, Prompt, PromptEncoder, chat_prompt
+from trainer.data.chat import MESSAGES_KEY, TOOLS_KEY, Prompt, PromptEncoder, chat_prompt
+from trainer.data.incremental_decoder import StopFinder
 from trainer.data.order import eval_batches
 from trainer.data.packing import Dataset
 from trainer.data.seq2seq import Seq2SeqDataset
-from trainer.data.stop_texts import StopFinder
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.distributed.sharding import ShardingContext
 from trainer.generation.decode import GenerationConfig

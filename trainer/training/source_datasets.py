@@ -14,23 +14,22 @@ from prepcli.core.errors import PrepError, text, usage_error
 from prepcli.core.json_values import is_json_list
 from prepcli.core.process_group import ProcessGroup, SingleProcess
 from prepcli.stores.files import open_regular_file
-from trainer.data.cache_records import OPENED_PREFIX
-from trainer.data.column_shapes import (
+from trainer.data.columns import (
     CONVERSATIONS,
     TEXT_COLUMN,
     Shape,
+    check_columns,
     find_shapes,
+    list_value,
     shapes_hint,
 )
-from trainer.data.column_values import check_columns, list_value
-from trainer.data.files import DataFile, Note, io_error
-from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type
+from trainer.data.dataset_layout import Selection
+from trainer.data.files import OPENED_PREFIX, DataFile, Note, io_error
+from trainer.data.find_files import NO_REMOTE_FILES, RemoteFiles, find_data_files, resolve_type
 from trainer.data.order import MixedOrder, RowOrder, SampleOrder, mix_by_weight
-from trainer.data.packed_documents import DocumentDataset
-from trainer.data.packing import ConcatenatedDataset, Dataset, PackedDataset
+from trainer.data.packing import ConcatenatedDataset, Dataset, DocumentDataset, PackedDataset
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import Reader, ReadOptions, Record
-from trainer.data.remote_files import RemoteFiles, Selection
 from trainer.data.seq2seq import Seq2SeqDataset
 from trainer.data.shards import (
     TokenizeProgress,
@@ -39,7 +38,6 @@ from trainer.data.shards import (
     read_valid_meta,
 )
 from trainer.data.store import MappedTokens, is_complete
-from trainer.data.token_changes import RecordedTokens
 from trainer.data.tokenize import (
     map_new_tokens,
     open_tokens,
@@ -47,7 +45,7 @@ from trainer.data.tokenize import (
     store_job,
     tokenize_files,
 )
-from trainer.data.tokenize_config import TokenizeConfig
+from trainer.data.tokenize_config import RecordedTokens, TokenizeConfig
 from trainer.distributed.agreement import folder_processes
 from trainer.recipe.conflicts import chat_problems
 from trainer.recipe.data_table import Data, split_sources

@@ -40,7 +40,7 @@ from prepcli.core.process_address import ProcessSettings, process_address
 from prepcli.execution.signals import handle_interrupts
 
 if TYPE_CHECKING:
-    from trainer.data.chat_prompts import ChatPrompt
+    from trainer.data.chat import ChatPrompt
     from trainer.generation.generator import Generator
 DEFAULT_ANSWER_TOKENS = 1024
 # Slots of prompts are powers of two from here on, so that few lengths of a conversation are compiled.
@@ -156,7 +156,7 @@ class _Chat:
 
     def _generate(self, messages: Sequence[JsonObject], show: Callable[[str], None]) -> None:
         """Generate an answer, and show each piece of its text."""
-        from trainer.data.chat_prompts import ChatPrompt
+        from trainer.data.chat import ChatPrompt
         from trainer.data.incremental_decoder import IncrementalDecoder
         from trainer.generation.generator import max_fitting_new_tokens
 
@@ -251,7 +251,7 @@ def _first_prompt(
     first_messages: Sequence[JsonObject], tools: list[JsonObject] | None
 ) -> ChatPrompt:
     """Return the prompt of a conversation with one short turn."""
-    from trainer.data.chat_prompts import ChatPrompt
+    from trainer.data.chat import ChatPrompt
 
     return ChatPrompt([*first_messages, {"role": "user", "content": "Hi"}], tools)
 

@@ -32,7 +32,7 @@ from prepcli.core.unexpected import label_errors
 from prepcli.execution.signals import raise_on_signal
 from prepcli.stores.addresses import check_local_path
 from trainer.data.batches import BatchDigest, Batches, check_share
-from trainer.data.data_samples import SampleCounts, SamplePart, TokenSample
+from trainer.data.sample_text import SampleCounts, SamplePart, TokenSample
 from trainer.data.token_formats import check_exportable, export_tokens
 from trainer.data.token_samples import count_samples, read_samples
 from trainer.data.tokenize import TokenizedShare, tokenize_share

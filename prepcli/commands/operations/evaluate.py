@@ -517,7 +517,7 @@ def _open_dataset(
     observer: Observer,
 ) -> Dataset:
     """Tokenize a source of data. Raise PrepError if it is invalid or does not fit the model."""
-    from trainer.data.windows import with_stride
+    from trainer.data.packing import with_stride
     from trainer.training.datasets import build_datasets
 
     folders = {

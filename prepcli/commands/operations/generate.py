@@ -38,7 +38,7 @@ from prepcli.stores.files import io_error, read_file_or_pipe
 
 if TYPE_CHECKING:
     from prepcli.core.process_group import ProcessGroup
-    from trainer.data.chat_prompts import Prompt
+    from trainer.data.chat import Prompt
     from trainer.data.incremental_decoder import IncrementalDecoder
     from trainer.data.tokenizer import TextTokenizer
     from trainer.generation.generator import Generator
@@ -102,7 +102,7 @@ def _prompt_from_json(file_name: str, line_number: int, line: str) -> Prompt:
         for key in CHAT_KEYS:
             # Messages may be a JSON text, as in data.
             if isinstance(value.get(key), list) or is_json_list(value.get(key)):
-                from trainer.data.chat_prompts import chat_prompt
+                from trainer.data.chat import chat_prompt
 
                 return chat_prompt(value[key], value.get("tools"), f"{file_name}:{line_number}")
     raise PrepError(
@@ -187,7 +187,7 @@ def generate(
     ids = [list(prompt_ids) for prompt_ids in tokens]
 
     def compute(group: ProcessGroup | None, observer: Observer) -> Generation:
-        from trainer.data.chat_prompts import chat_prompt
+        from trainer.data.chat import chat_prompt
 
         given = [*as_tuple(prompts), *_read_file_prompts(options["prompts_file"], group)]
         for number, messages in enumerate(conversations):

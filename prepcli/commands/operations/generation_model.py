@@ -33,8 +33,8 @@ from prepcli.stores.files import read_file_or_pipe
 from trainer.run.params import OpenedModel
 
 if TYPE_CHECKING:
-    from trainer.data.chat_prompts import Prompt, PromptEncoder
-    from trainer.data.stop_texts import StopFinder
+    from trainer.data.chat import Prompt, PromptEncoder
+    from trainer.data.incremental_decoder import StopFinder
     from trainer.data.tokenizer import TextTokenizer
     from trainer.generation.decode import GenerationConfig
     from trainer.generation.generator import Generator
@@ -147,7 +147,7 @@ class GenerationModel:
 
     def stop_finders(self, prompts: EncodedPrompts) -> list[StopFinder] | None:
         """Return for each prompt a function that finds the end of a stop text. None without stop texts."""
-        from trainer.data.stop_texts import StopFinder
+        from trainer.data.incremental_decoder import StopFinder
 
         if not self.stop_texts or self.tokenizer is None:
             return None
@@ -217,7 +217,7 @@ def open_generation_model(
     check_sampling(options)
     stop_option = check_stop_texts(options)
     template_args = parse_template_args(options)
-    from trainer.data.chat_prompts import PromptEncoder
+    from trainer.data.chat import PromptEncoder
     from trainer.distributed.sharding import catch_out_of_memory
 
     with (
@@ -306,7 +306,7 @@ def read_tools(file: PathLike | None) -> list[JsonObject] | None:
     if file is None:
         return None
     from prepcli.stores.files import io_error
-    from trainer.data.column_values import tool_schemas
+    from trainer.data.conversations import tool_schemas
 
     try:
         content = read_file_or_pipe(Path(file), MAX_TOOLS_NBYTES).decode("utf-8-sig")

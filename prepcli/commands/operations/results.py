@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     # Every operation imports this module, and only plans and reports need these.
     from prepcli.commands.pages.report_page import RunSummary
-    from trainer.data.data_samples import SampleCounts, TokenSample
+    from trainer.data.sample_text import SampleCounts, TokenSample
     from trainer.planning.training_plan import KindEstimate, TrainingPlan
 
 # Characters of a value in a table

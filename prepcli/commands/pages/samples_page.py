@@ -7,9 +7,11 @@ from html import escape
 from pathlib import Path
 
 from prepcli.commands.pages.html_page import html_table, write_html_page
-from trainer.data.data_samples import SampleCounts, SamplePart, TokenSample
 from trainer.data.sample_text import (
     COUNT_HEADER,
+    SampleCounts,
+    SamplePart,
+    TokenSample,
     count_cells,
     part_ids,
     part_text,

@@ -9,7 +9,7 @@ import pytest
 
 from prepcli.core.errors import PrepError
 from tests.helpers.corpus import change, make_config
-from trainer.data import chat_rendering
+from trainer.data import chat_template
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.store import MappedTokens
 from trainer.data.tokenize import tokenize_files
@@ -105,7 +105,7 @@ def bad_conversations(folder: Path, template: str, count: int) -> TokenizeConfig
 def test_records_beyond_a_limit_are_not_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, why: str
 ):
-    monkeypatch.setattr(chat_rendering, "BASE_CPU_S", 1)
+    monkeypatch.setattr(chat_template, "BASE_CPU_S", 1)
     with pytest.raises(PrepError) as caught:
         tokenize(bad_conversations(tmp_path, template, 1))
     what = "chat_template.jinja cannot render the messages"

@@ -15,8 +15,14 @@ from hypothesis import strategies as st
 from prepcli.core.errors import UsageError
 from trainer.data.batches import BatchDigest, Batches
 from trainer.data.order import MixedOrder, RowOrder, SampleOrder, mix_by_weight
-from trainer.data.packed_documents import document_dataset
-from trainer.data.packing import Arrays, ConcatenatedDataset, Dataset, PackedDataset, RowIndices
+from trainer.data.packing import (
+    Arrays,
+    ConcatenatedDataset,
+    Dataset,
+    PackedDataset,
+    RowIndices,
+    document_dataset,
+)
 from trainer.data.store import MappedTokens
 
 STEPS = 12

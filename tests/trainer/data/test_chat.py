@@ -13,10 +13,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from prepcli.core.errors import PrepError
-from trainer.data.chat import load_forms
+from trainer.data.chat_forms import load_forms
 from trainer.data.chat_template import load_chat_template
 from trainer.data.encode import EncodedBatch, encode_batch, span_weights
-from trainer.data.example_settings import ExampleSettings
+from trainer.data.examples import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.readers.reader import Record
 from trainer.data.tokenizer import load_tokenizer

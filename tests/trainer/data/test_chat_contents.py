@@ -10,8 +10,8 @@ import pytest
 from prepcli.core.errors import PrepError
 from tests.trainer.data.test_chat import encode_chat, make_messages, write_tokenizer
 from tests.trainer.data.test_chat_turns import assistant, build, call, shown, user
-from trainer.data.chat_loss import LossRule
-from trainer.data.ignored_parts import EMPTY_TURN, HIDDEN_REASONING
+from trainer.data.conversations import LossRule
+from trainer.data.examples import EMPTY_TURN, HIDDEN_REASONING
 
 TURN = "{% for m in messages %}<{{ m.role }}>CONTENT<|im_end|>{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"

@@ -12,11 +12,11 @@ import pytest
 
 from prepcli.core.errors import PrepError
 from tests.trainer.data import chat_templates
-from trainer.data import chat_rendering
+from trainer.data import chat_template
 from trainer.data.chat import ChatBuilder
-from trainer.data.chat_loss import ALL, LAST, LossRule
 from trainer.data.chat_template import ChatTemplate
-from trainer.data.example_settings import ExampleSettings
+from trainer.data.conversations import ALL, LAST, LossRule
+from trainer.data.examples import ExampleSettings
 from trainer.data.readers.reader import Record
 
 TEMPLATES = [text for name, text in vars(chat_templates).items() if name.isupper()]
@@ -161,7 +161,7 @@ def build_mutant(seed: int) -> bool:
     ids=["few", "many"],
 )
 def test_mutants_give_an_example_or_an_error(seeds: range, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(chat_rendering, "BASE_CPU_S", 2)
+    monkeypatch.setattr(chat_template, "BASE_CPU_S", 2)
     n_built = 0
     for seed in seeds:
         start = time.monotonic()

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import PrepError
-from trainer.data import chat_rendering
-from trainer.data.chat_rendering import ChatRenderer, Conversation
-from trainer.data.chat_template import ChatTemplate, load_chat_template
+from trainer.data import chat_template
+from trainer.data.chat_template import ChatRenderer, ChatTemplate, Conversation, load_chat_template
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "hello"},
@@ -22,8 +21,8 @@ MESSAGES: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit a rendering to a second. The memory of Python and of some values is enough."""
-    monkeypatch.setattr(chat_rendering, "BASE_CPU_S", 1)
-    monkeypatch.setattr(chat_rendering, "BASE_MEMORY_NBYTES", 64 << 20)
+    monkeypatch.setattr(chat_template, "BASE_CPU_S", 1)
+    monkeypatch.setattr(chat_template, "BASE_MEMORY_NBYTES", 64 << 20)
 
 
 def render(template: str, messages: list[dict[str, Any]] | None = None) -> str:

@@ -17,8 +17,8 @@ from tests.trainer.data.test_chat import (
     make_messages,
     write_tokenizer,
 )
-from trainer.data.chat_prompts import ChatPrompt, PromptEncoder, chat_prompt
-from trainer.data.column_values import tool_schemas
+from trainer.data.chat import ChatPrompt, PromptEncoder, chat_prompt
+from trainer.data.conversations import tool_schemas
 from trainer.data.tokenizer import load_tokenizer
 
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -17,11 +17,10 @@ from tests.trainer.data.chat_templates import (
     SYSTEM_IN_LAST,
     TEXT_ARGUMENTS,
 )
-from trainer.data.chat_loss import LossRule
 from trainer.data.chat_template import ChatTemplate
+from trainer.data.conversations import LossRule
 from trainer.data.encode import span_weights
-from trainer.data.example_settings import ExampleSettings
-from trainer.data.examples import Example
+from trainer.data.examples import Example, ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.readers.reader import Record
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prepcli.core.errors import PrepError, Text
-from trainer.data.column_shapes import columns_hint
-from trainer.data.column_values import messages_value
+from trainer.data.columns import columns_hint
+from trainer.data.conversations import messages_value
 from trainer.data.readers.reader import Record
 
 DEFAULT = Text("name the columns")

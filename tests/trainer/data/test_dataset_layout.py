@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
-from trainer.data.dataset_layout import matches, read_metadata, select_files
-from trainer.data.remote_files import Selection
+from trainer.data.dataset_layout import Selection, matches, read_metadata, select_files
 
 README = """\
 ---

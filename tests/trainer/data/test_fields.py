@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.core.errors import USAGE, PrepError
-from trainer.data.example_settings import ExampleSettings
-from trainer.data.examples import Example
+from trainer.data.examples import Example, ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.readers.reader import Record, TextChunk
 

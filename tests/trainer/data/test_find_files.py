@@ -13,9 +13,9 @@ import pytest
 
 from prepcli.core.errors import PrepError
 from tests.helpers.corpus import make_config, tokenize_quietly
+from trainer.data.dataset_layout import WHOLE, Selection
 from trainer.data.files import DataFile
 from trainer.data.find_files import find_data_files, resolve_type
-from trainer.data.remote_files import WHOLE, Selection
 from trainer.recipe.text_fields import DataType
 
 

@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.data.new_folders import (
-    ABANDONED_AFTER_S,
-    discard_folder,
-    new_folder,
-    remove_abandoned,
-)
+from trainer.data.store_files import ABANDONED_AFTER_S, discard_folder, new_folder, remove_abandoned
 
 NAME = "0" * 32
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.encoded_batch import EncodedBatch
-from trainer.data.overlong import OverlongRule, fit_documents
+from trainer.data.encode import EncodedBatch, OverlongRule, fit_documents
 from trainer.recipe.text_fields import Overlong
 
 CHOICES: tuple[Overlong, ...] = ("split", "truncate", "truncate_prompt", "drop")

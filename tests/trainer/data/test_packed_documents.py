@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.data.test_packing import make_tokens
-from trainer.data.packed_documents import DocumentDataset, document_dataset
-from trainer.data.packing import split_holdout
+from trainer.data.packing import DocumentDataset, document_dataset, split_holdout
 
 DOCUMENTS = st.lists(st.lists(st.integers(1, 60000), max_size=15), min_size=1, max_size=15).filter(
     any

@@ -9,8 +9,7 @@ import pytest
 
 from prepcli.core.errors import PrepError
 from tests.helpers.corpus import write_json
-from trainer.data.example_settings import ExampleSettings
-from trainer.data.examples import Example
+from trainer.data.examples import Example, ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.files import hash_file
 from trainer.data.records import RecordSettings, ShardReader, divide_files
@@ -65,7 +64,7 @@ def test_file_that_is_not_read_to_its_end_is_checked(tmp_path: Path):
 
 
 def test_limit_counts_a_long_text_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("trainer.data.readers.text_file.TEXT_CHUNK_NBYTES", 40)
+    monkeypatch.setattr("trainer.data.readers.text_files.TEXT_CHUNK_NBYTES", 40)
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("word\n" * 50)
     paths = [tmp_path / name for name in ("a.txt", "b.txt")]

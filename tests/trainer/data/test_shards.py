@@ -28,9 +28,10 @@ from prepcli.core.errors import PrepError
 from tests.helpers.corpus import TEXT, change, make_config, write_json
 from tests.helpers.token_stores import NAME, fill, read_files, write_earlier_layout, write_shards
 from tests.trainer.data.readers.test_megatron_file import DOCUMENTS, write_dataset
-from trainer.data import cache_records, encode, new_folders, shards
+from trainer.data import encode, shards, store_files
+from trainer.data import files as data_files
 from trainer.data.files import DataFile
-from trainer.data.readers import text_file
+from trainer.data.readers import text_files
 from trainer.data.records import divide_files
 from trainer.data.shards import ShardWriter, dtype_for, writing_shard
 from trainer.data.store import (
@@ -88,7 +89,7 @@ def contents(tokens: MappedTokens | None) -> dict[str, list[Any]]:
     assert tokens is not None
     weights: list[float] = []
     if tokens.weight_codes is not None:
-        weights = tokens.decode_weights(tokens.weight_codes[:]).tolist()
+        weights = tokens.read_weights(0, tokens.n_tokens).tolist()
     return {
         "ids": tokens.ids[:].tolist(),
         "ends": tokens.ends[:].tolist(),
@@ -192,7 +193,7 @@ def test_division_keeps_the_tokens(
     tmp_path: Path, changes: dict[str, object], nbytes: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(shards, "SHARD_NBYTES", nbytes)
-    monkeypatch.setattr(text_file, "TEXT_CHUNK_NBYTES", 40)
+    monkeypatch.setattr(text_files, "TEXT_CHUNK_NBYTES", 40)
     suffix = changes.pop("suffix", "") if "suffix" in changes else ""
     write_data(tmp_path / "data")
     for path in sorted((tmp_path / "data").iterdir()):
@@ -206,7 +207,7 @@ def test_division_keeps_the_tokens(
     # A process alone, and one that finds every other shard.
     assert expected_files(config) == files
     for name in [*results[-1].meta.shards][::2]:  # type: ignore[union-attr]
-        new_folders.discard_folder(results[-1].folder / name)
+        store_files.discard_folder(results[-1].folder / name)
     (results[-1].folder / "store.json").unlink()
     assert contents(tokenize(config).tokens) == expected
     assert read_files(results[-1].folder) == files
@@ -482,7 +483,7 @@ def test_other_processes_read_no_file_for_its_digest(
     config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch
 ):
     tokenize(config, 0, 2)
-    monkeypatch.setattr("trainer.data.cache_records.hash_file", fail)
+    monkeypatch.setattr("trainer.data.files.hash_file", fail)
     assert tokenize(config, 1, 2).meta is not None
 
 
@@ -492,8 +493,8 @@ def test_processes_read_different_files_for_their_digests(
     """Each one begins with another file, and uses what the others have recorded."""
     found = [Path(config.paths[0]) / f"{index}.jsonl" for index in range(N_FILES)]
     (found[2]).write_bytes(b"")
-    stamps = cache_records.file_stamps(found)
-    hash_file = cache_records.hash_file
+    stamps = data_files.file_stamps(found)
+    hash_file = data_files.hash_file
     read: list[str] = []
 
     def record_hash(path: Path) -> DataFile:
@@ -504,16 +505,14 @@ def test_processes_read_different_files_for_their_digests(
         return hash_file(path)
 
     def digests(process: int) -> list[str]:
-        return cache_records.share_digests(
-            found, config.cache, "key", stamps, process=process, of=2
-        )
+        return data_files.share_digests(found, config.cache, "key", stamps, process=process, of=2)
 
     expected = [hash_file(path).digest if path.stat().st_size else "" for path in found]
-    monkeypatch.setattr(cache_records, "hash_file", record_hash)
+    monkeypatch.setattr(data_files, "hash_file", record_hash)
     assert digests(0) == expected
     # The second process begins in the middle, and reads only the file in work again.
     assert [name.partition(".")[0] for name in read] == ["0", "1", "2", "3", "3", "4", "5", "6"]
-    cache_records.remove_shared_digests(config.cache, "key")
+    data_files.remove_shared_digests(config.cache, "key")
     assert [*config.cache.iterdir()] == []
 
 
@@ -654,7 +653,7 @@ def test_shard_is_accepted_when_another_process_has_removed_its_folder(tmp_path:
         fill(first)
     (whole,) = store.iterdir()
     expected = read_files(store)
-    new = new_folders.new_folder
+    new = store_files.new_folder
     with pytest.MonkeyPatch.context() as patch:
 
         @contextmanager
@@ -675,12 +674,12 @@ def test_digests_of_all_files_are_used_after_those_of_parts_are_removed(
 ):
     tokenize(config, 0, 2)
     hashed: list[object] = []
-    monkeypatch.setattr(cache_records, "hash_file", lambda path: hashed.append(path))
+    monkeypatch.setattr(data_files, "hash_file", lambda path: hashed.append(path))
     inputs = find_config_files(config, load_tokenizer(config.tokenizer), lambda text: None)
     found = inputs[1]
     key = record_key(inputs[0], load_tokenizer(config.tokenizer))
-    digests = cache_records.share_digests(
-        found, config.cache, key, cache_records.file_stamps(found), process=1, of=2
+    digests = data_files.share_digests(
+        found, config.cache, key, data_files.file_stamps(found), process=1, of=2
     )
     assert not hashed
     assert all(digests)

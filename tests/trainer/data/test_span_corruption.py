@@ -14,7 +14,7 @@ from prepcli.core.errors import PrepError
 from tests.helpers.corpus import make_tokenizer
 from trainer.data.order import SampleOrder
 from trainer.data.packing import split_holdout
-from trainer.data.span_corruption import (
+from trainer.data.seq2seq import (
     SpanCorruptionDataset,
     SpanCorruptionTokenIds,
     noise_mask,

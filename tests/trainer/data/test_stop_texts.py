@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tokenizer_folders import train_tokenizer
-from trainer.data.stop_texts import StopFinder
+from trainer.data.incremental_decoder import StopFinder
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 
 

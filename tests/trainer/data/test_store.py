@@ -87,7 +87,7 @@ def test_shards_are_read_as_one_array(tmp_path: Path):
     # The second document begins in a shard and ends in another one.
     assert tokens.ends[:].tolist() == [4, 5]
     assert [ends.tolist() for ends in store.document_end_blocks(tokens, 1)] == [[4], [5]]
-    weights = tokens.decode_weights(tokens.weight_codes[:])
+    weights = tokens.read_weights(0, tokens.n_tokens)
     assert weights.tolist() == [0.25, 0, 0.5, 0.5, 1]
     assert meta.loss_weights == [0, 1, 0.25, 0.5]
     assert tokens.count_loss() == 4

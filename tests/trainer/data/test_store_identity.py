@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from tests.helpers.corpus import change
-from trainer.data.chat_loss import LossRule
 from trainer.data.chat_template import ChatTemplate
-from trainer.data.example_settings import ExampleSettings
+from trainer.data.conversations import LossRule
+from trainer.data.examples import ExampleSettings, IdentityChange
 from trainer.data.files import DataFile
-from trainer.data.token_changes import IdentityChange
 from trainer.data.tokenize_config import TokenizeConfig, store_identity
 
 FILES = [DataFile(Path("a"), 10, "d1"), DataFile(Path("b"), 20, "d2")]

@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from trainer.data.table_batches import UnsupportedTypeError, values_nbytes
+from trainer.data.readers.table_batches import UnsupportedTypeError, values_nbytes
 
 ENTRIES = pa.array([[("a", 1)], [("b", 2), ("cc", 3)]], pa.map_(pa.string(), pa.int64()))
 UNION = pa.UnionArray.from_sparse(

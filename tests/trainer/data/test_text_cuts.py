@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from tests.helpers.corpus import TEXT, encode, make_tokenizer
-from trainer.data import text_cuts
-from trainer.data.text_cuts import LLAMA_3, QWEN_2, allows_cuts, cut_text
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data import tokenizer as tokenizer_module
+from trainer.data.tokenizer import LLAMA_3, QWEN_2, allows_cuts, cut_text, load_tokenizer
 
 O200K_PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+|\p{L}+|\p{N}+"
 TEXTS = st.text(st.sampled_from("ab1.'/\n\n\n  \r\t\u3000\u0085\u0301é日。😀<end>"), max_size=200)
@@ -55,7 +54,7 @@ SAFE = {"gpt2": lambda tokenizer: None, "llama3": set_llama3, "qwen2": set_qwen2
 def tokenizer_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """Return a tokenizer that allows cuts, with parts of 5 characters."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_cuts, "PART_CHARS", 5)
+        patch.setattr(tokenizer_module, "PART_CHARS", 5)
         folder = tmp_path_factory.mktemp(request.param)
         yield save_tokenizer(folder / "tokenizer.json", SAFE[request.param])
 
@@ -77,7 +76,7 @@ def test_corpus_is_cut_and_keeps_its_ids(tokenizer_path: Path):
 
 
 def test_text_without_safe_newline_stays_whole(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(text_cuts, "PART_CHARS", 5)
+    monkeypatch.setattr(tokenizer_module, "PART_CHARS", 5)
     text = "a b c d e f g h\n i\n\nj \nk"
     assert list(cut_text(text)) == [text]
 

@@ -11,9 +11,9 @@ import pytest
 from prepcli.core.errors import PrepError
 from tests.helpers.corpus import change, make_config, write_json
 from tests.helpers.earlier_tokens import BOS, chat_config, make_earlier_tokens, recorded_identity
-from trainer.data.token_changes import IdentityChange, RecordedTokens
+from trainer.data.examples import IdentityChange
 from trainer.data.tokenize import tokenize_files, tokenize_share
-from trainer.data.tokenize_config import TokenizeConfig
+from trainer.data.tokenize_config import RecordedTokens, TokenizeConfig
 
 VERSION_HINT = "the earlier version finishes the run; `--restart` starts again from step 0"
 

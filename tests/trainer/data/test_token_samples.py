@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.helpers.corpus import encode, make_tokenizer
 from tests.trainer.data.test_packing import make_tokens
 from trainer.data import token_samples
-from trainer.data.data_samples import SamplePart
+from trainer.data.sample_text import SamplePart
 from trainer.data.store import MappedTokens
 from trainer.data.token_samples import count_samples, read_samples
 from trainer.data.tokenizer import load_tokenizer

@@ -25,7 +25,7 @@ from tests.helpers.corpus import (
 from tests.helpers.token_stores import read_files
 from trainer.data import encode as encode_module
 from trainer.data.packing import PackedDataset
-from trainer.data.readers import text_file
+from trainer.data.readers import text_files
 from trainer.data.tokenize import tokenize_files
 from trainer.data.tokenize_config import TokenizeConfig
 
@@ -33,10 +33,10 @@ KILL_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 from tests.helpers.corpus import make_config
-from trainer.data import encode, new_folders, tokenize
-from trainer.data.readers import text_file
+from trainer.data import encode, store_files, tokenize
+from trainer.data.readers import text_files
 
-text_file.TEXT_CHUNK_NBYTES, encode.ENCODE_BATCH_NBYTES = 1000, 2000
+text_files.TEXT_CHUNK_NBYTES, encode.ENCODE_BATCH_NBYTES = 1000, 2000
 moment, folder = sys.argv[1], Path(sys.argv[2])
 
 def kill(*_):
@@ -47,7 +47,7 @@ def progress(done, total, n_tokens):
         kill()
 
 if moment == "synced":
-    new_folders._rename = kill
+    store_files._rename = kill
 tokenize.tokenize_files(make_config(folder, folder / "a.txt"), progress=progress, note=print)
 """
 
@@ -90,7 +90,7 @@ def test_tokenize_files_reads_files_in_order(tmp_path: Path):
 
 
 def test_long_text_gives_tokens_of_whole_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(text_file, "TEXT_CHUNK_NBYTES", 300)
+    monkeypatch.setattr(text_files, "TEXT_CHUNK_NBYTES", 300)
     monkeypatch.setattr(encode_module, "ENCODE_BATCH_NBYTES", 1000)
     (tmp_path / "a.txt").write_text(TEXT * 100)
     config = make_config(tmp_path, tmp_path / "a.txt")

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.packing import PackedDataset
+from trainer.data.packing import PackedDataset, with_stride
 from trainer.data.store import MappedTokens
-from trainer.data.windows import with_stride
 
 
 def make_tokens(count: int, length: int, weights: np.ndarray | None = None) -> MappedTokens:

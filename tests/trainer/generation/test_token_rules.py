@@ -20,8 +20,7 @@ from tests.golden.make_processors import (
     processed_probabilities,
     raw_logits,
 )
-from trainer.generation.sampling import Sampling, warp_logits
-from trainer.generation.token_rules import DecodedTokens, apply_token_rules
+from trainer.generation.sampling import DecodedTokens, Sampling, apply_token_rules, warp_logits
 
 
 def probabilities(name: str) -> np.ndarray:

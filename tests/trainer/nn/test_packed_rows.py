@@ -21,7 +21,7 @@ from prepcli.models.mesh import parse_mesh
 from prepcli.models.param_tree import Tree
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
-from trainer.data.packed_documents import document_dataset
+from trainer.data.packing import document_dataset
 from trainer.data.store import MappedTokens
 from trainer.distributed.sharding import make_sharding_context, zigzag_order
 from trainer.nn import transformer

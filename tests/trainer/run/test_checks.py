@@ -19,7 +19,7 @@ from tests.helpers import runs
 from tests.helpers.runs import make_job, make_setup
 from tests.helpers.tiny_configs import LLAMA, MIXTRAL, T5
 from trainer.data.files import DataFile
-from trainer.data.remote_files import RemoteFiles
+from trainer.data.find_files import RemoteFiles
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.model_spec import build_model
 from trainer.planning.model_shapes import model_of_config

@@ -18,9 +18,9 @@ from tests.helpers.data_formats import write_arrow_files, write_json_files
 from tests.helpers.fork_server import run_python
 from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.object_server import FakeObjectStore, use_objects
+from trainer.data.dataset_layout import WHOLE, Selection
 from trainer.data.files import DataFile, check_not_empty
 from trainer.data.find_files import find_data_files
-from trainer.data.remote_files import WHOLE, Selection
 from trainer.data.store import read_meta
 from trainer.run.recipe_data import DataFinder
 
@@ -155,7 +155,7 @@ from trainer.run.recipe_data import DataFinder
 from prepcli.core.errors import PrepError
 from prepcli.sources.locate import Access
 from trainer.data.files import check_not_empty
-from trainer.data.remote_files import Selection
+from trainer.data.dataset_layout import Selection
 finder = DataFinder(Access(offline="--offline" in sys.argv), note=lambda text: None)
 answer = []
 for url, config, split in json.loads(sys.argv[1]):

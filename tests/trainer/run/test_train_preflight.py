@@ -16,7 +16,8 @@ from prepcli.restore.weights_reader import WeightsReader
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import RECIPE, WORDS, write_tokenizer
 from tests.trainer.run.test_train import train_error, train_json
-from trainer.data import cache_records, tokenize
+from trainer.data import files as data_files
+from trainer.data import tokenize
 from trainer.run import checks as train_checks
 
 
@@ -49,7 +50,7 @@ def _reads_nothing(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("data or weights were read")
 
-    monkeypatch.setattr(cache_records, "hash_file", refuse)
+    monkeypatch.setattr(data_files, "hash_file", refuse)
     monkeypatch.setattr(tokenize, "make_shards", refuse)
     monkeypatch.setattr(WeightsReader, "read", refuse)
 

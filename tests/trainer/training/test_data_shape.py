@@ -13,7 +13,7 @@ import pytest
 from prepcli.core.errors import PrepError
 from tests.trainer.data.test_chat_turns import STOPS
 from trainer.data.chat_template import ChatTemplate
-from trainer.data.example_settings import ExampleSettings
+from trainer.data.examples import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.readers.reader import Record
 from trainer.recipe.data_table import Data

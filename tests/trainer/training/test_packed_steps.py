@@ -11,7 +11,7 @@ import pytest
 from prepcli.models.mesh import parse_mesh
 from tests.helpers import runs
 from trainer.data.order import SampleOrder
-from trainer.data.packed_documents import DocumentDataset, document_dataset
+from trainer.data.packing import DocumentDataset, document_dataset
 from trainer.distributed.sharding import make_sharding_context
 from trainer.training import feed
 from trainer.training.evaluation import evaluate, jit_eval_step

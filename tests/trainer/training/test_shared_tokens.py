@@ -16,10 +16,10 @@ from tests.helpers.earlier_tokens import chat_config, make_earlier_tokens
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.thread_groups import ThreadGroup, run_group, run_together
 from trainer.data import shards
+from trainer.data.examples import IdentityChange
 from trainer.data.store import DamagedStoreError
-from trainer.data.token_changes import IdentityChange, RecordedTokens
 from trainer.data.tokenize import open_tokens, tokenize_files, tokenize_share
-from trainer.data.tokenize_config import TokenizeConfig
+from trainer.data.tokenize_config import RecordedTokens, TokenizeConfig
 from trainer.distributed import agreement
 from trainer.training.source_datasets import tokenize_in_group
 

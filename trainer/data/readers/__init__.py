@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainer.data.readers.arrow_file import ARROW_READER, PARQUET_READER
-from trainer.data.readers.csv_file import CSV_READER
-from trainer.data.readers.ids_file import IDS_READER
-from trainer.data.readers.json_lines import JSON_READER
-from trainer.data.readers.megatron_file import MEGATRON_READER
+from trainer.data.readers.ids_files import IDS_READER, MEGATRON_READER
 from trainer.data.readers.reader import Reader
-from trainer.data.readers.text_file import TEXT_READER
+from trainer.data.readers.tables import ARROW_READER, PARQUET_READER
+from trainer.data.readers.text_files import CSV_READER, JSON_READER, TEXT_READER
 from trainer.recipe.text_fields import FileType
 
 READERS: Mapping[FileType, Reader] = {

@@ -1,20 +1,90 @@
-"""The interface of readers, and their common helpers."""
+"""The interface of readers and their common helpers: streams, also of compressed files, and lines.
+
+Files are decompressed by suffix: `.gz` and `.zst`, also with several members or frames.
+"""
 
 from __future__ import annotations
 
 import io
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
+import zstandard
 
 from prepcli.core.errors import Key, PrepError, text
-from trainer.data.compression import open_decompressed, split_compression
-from trainer.data.files import FILE_READ_NBYTES, DataFile, HashingStream
+from trainer.data.files import FILE_READ_NBYTES, DataFile, HashingStream, stream_blocks
 from trainer.recipe.text_fields import DEFAULT_IDS_DTYPE, DEFAULT_MAX_DOCUMENT_NBYTES
+
+
+class RecordLimitError(PrepError):
+    """A record took too much memory or time, e.g. because its chat template has endless loops.
+
+    It is never skipped: the tokens of a dataset must not depend on the machine.
+    """
+
+
+COMPRESSED_READ_NBYTES = 64 << 10
+# 16 selects the gzip format, MAX_WBITS its largest window (see `zlib.decompressobj`).
+GZIP_FORMAT = 16 + zlib.MAX_WBITS
+# Limit of the zstd program without `--long`. A frame may ask for a much larger window.
+MAX_ZSTD_WINDOW_NBYTES = 128 << 20
+# Compressed bytes that are decompressed at once, so that at most 8 MiB come out. A byte of gzip
+# stands for up to 1,032 bytes. A block of zstd has at least 4 bytes and stands for up to 128 KiB.
+FEED_NBYTES = {".gz": 4 << 10, ".zst": 256}
+
+
+# Suffix -> the decompressor of one member of a file: a `zlib.decompressobj`, or one of the same methods.
+DECOMPRESSORS: Mapping[str, Callable[[], Any]] = {
+    ".gz": lambda: zlib.decompressobj(GZIP_FORMAT),
+    ".zst": lambda: zstandard.ZstdDecompressor(
+        max_window_size=MAX_ZSTD_WINDOW_NBYTES
+    ).decompressobj(),
+}
+
+
+def split_compression(name: str) -> tuple[str, str]:
+    """Split a file name at the suffix of its compression.
+
+    E.g. `a.csv.gz` -> (`a.csv`, `.gz`) and `a.csv` -> (`a.csv`, an empty text).
+    """
+    suffix = PurePath(name).suffix
+    if suffix not in DECOMPRESSORS:
+        return name, ""
+    return name.removesuffix(suffix), suffix
+
+
+def open_decompressed(stream: BinaryIO, name: str, suffix: str) -> BinaryIO:
+    """Return a buffered stream of the decompressed bytes of a stream. The name is for error messages."""
+    return stream_blocks(_decompressed_blocks(stream, name, suffix))
+
+
+def _decompressed_blocks(stream: BinaryIO, name: str, suffix: str) -> Iterator[bytes]:
+    """Yield the decompressed bytes of all members of a file."""
+    what = f"{name} cannot be decompressed"
+    decompressor = None
+    try:
+        while read := stream.read(COMPRESSED_READ_NBYTES):
+            for start in range(0, len(read), FEED_NBYTES[suffix]):
+                data = read[start : start + FEED_NBYTES[suffix]]
+                while data:
+                    decompressor = decompressor or DECOMPRESSORS[suffix]()
+                    yield decompressor.decompress(data)
+                    # A file may have several members or frames one after the other, e.g. of `cat a.gz
+                    # b.gz`. The bytes after the end of a member belong to the next member.
+                    data = b""
+                    if decompressor.eof:
+                        data = decompressor.unused_data
+                        decompressor = None
+    except (zlib.error, zstandard.ZstdError) as error:
+        raise PrepError(what, str(error), "get the file again") from error
+    if decompressor is not None:
+        raise PrepError(what, "its end is missing", "get the file again")
+
 
 BYTE_ORDER_MARK = "\ufeff"
 
@@ -99,8 +169,6 @@ class ReadOptions:
 
 
 DEFAULT_OPTIONS = ReadOptions()
-
-
 Pieces: TypeAlias = Iterator[Record] | Iterator[TextChunk] | Iterator[IdsChunk]
 ReadFunction: TypeAlias = Callable[[DataFile, ReadOptions], Pieces]
 
@@ -140,19 +208,15 @@ class Reader:
         """Return whether a file can be divided into shards. A compressed one cannot."""
         return self.is_divisible and not split_compression(str(file.path))[1]
 
-    def matches_folder_file(self, name: str) -> bool:
-        """Return whether a file in a folder belongs to this reader, by its suffix."""
-        return name.endswith(self._with_compression(name, self.suffixes))
-
-    def matches_named_file(self, name: str) -> bool:
-        """Return whether a file named in the recipe belongs to this reader, by its suffix."""
-        return name.endswith(self._with_compression(name, self.suffixes + self.other_suffixes))
-
-    def _with_compression(self, name: str, suffixes: tuple[str, ...]) -> tuple[str, ...]:
-        if not self.is_compressible:
-            return suffixes
-        _, compression = split_compression(name)
-        return tuple(suffix + compression for suffix in suffixes)
+    def matches(self, name: str, *, is_named: bool = False) -> bool:
+        """Return whether a file of a folder, or one named in the recipe, belongs to this reader by its suffix."""
+        suffixes = self.suffixes
+        if is_named:
+            suffixes += self.other_suffixes
+        compression = ""
+        if self.is_compressible:
+            _, compression = split_compression(name)
+        return name.endswith(tuple(suffix + compression for suffix in suffixes))
 
 
 PieceT = TypeVar("PieceT", Record, TextChunk, IdsChunk)
@@ -195,10 +259,6 @@ def read_seekable(
 ) -> Iterator[PieceT]:
     """Parse a file in any order, then check its digest.
 
-    Args:
-        file: The file.
-        parse: Yields the records, text chunks or id chunks of a seekable stream.
-
     Raises:
         PrepError: The file cannot be read, or changed since it was hashed.
     """
@@ -211,12 +271,7 @@ def read_seekable(
 
 
 def decode_utf8(path: Path | str, data: bytes, offset: int) -> str:
-    """Decode a part of a file, without the byte order mark at its start.
-
-    Args:
-        path: The file, for error messages.
-        data: Bytes of the file.
-        offset: Offset of `data` in the file.
+    """Decode a part of a file at an offset, without the byte order mark at its start.
 
     Raises:
         PrepError: The bytes are not UTF-8. The error names the byte offset.
@@ -257,12 +312,7 @@ class Line:
 
 
 def read_lines(stream: BinaryIO, max_nbytes: int) -> Iterator[Line]:
-    """Yield the lines of a stream in bounded memory.
-
-    Args:
-        stream: The stream.
-        max_nbytes: Maximum bytes of a line, without its line feed.
-    """
+    """Yield the lines of a stream in bounded memory. Longer ones than `max_nbytes` have no content."""
     start = 0
     while content := stream.readline(max_nbytes + 1):
         nbytes = len(content)
@@ -277,13 +327,7 @@ def read_lines(stream: BinaryIO, max_nbytes: int) -> Iterator[Line]:
 
 
 def too_large_error(what: str, nbytes: int, max_nbytes: int) -> PrepError:
-    """Return the error for a line or row above the limit.
-
-    Args:
-        what: The place, and its fault.
-        nbytes: Its size, or a lower bound of it.
-        max_nbytes: The limit.
-    """
+    """Return the error for a line or row above the limit. `nbytes` is its size, or a lower bound of it."""
     why = text("it has {:,} bytes or more, {} is {:,}", nbytes, Key(SIZE_KEY), max_nbytes)
     hint = text(
         "{} allows more, `{} = N` skips up to N of them",

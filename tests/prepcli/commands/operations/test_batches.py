@@ -18,7 +18,8 @@ import pytest
 import prepcli as prep
 from tests.helpers.training_folder import RECIPE, make_training_folder
 from tests.trainer.run.test_train_packing import write_documents
-from trainer.data import cache_records, store
+from trainer.data import files as data_files
+from trainer.data import store
 from trainer.data.files import DataFile
 from trainer.training import loop
 
@@ -243,7 +244,7 @@ def test_digest_names_the_batches_of_a_run():
 def read_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list of the data files and token files read for their digests. It grows with each read."""
     read: list[str] = []
-    hash_file = cache_records.hash_file
+    hash_file = data_files.hash_file
     file_digest = store.file_digest
 
     def record_hash(path: Path) -> DataFile:
@@ -254,7 +255,7 @@ def read_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         read.append(path.name)
         return file_digest(path)
 
-    monkeypatch.setattr(cache_records, "hash_file", record_hash)
+    monkeypatch.setattr(data_files, "hash_file", record_hash)
     monkeypatch.setattr(store, "file_digest", record_digest)
     return read
 

@@ -20,8 +20,7 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, USAGE
 from tests.helpers.run_cli import run_failing
 from tests.helpers.training_folder import RECIPE, make_training_folder, write_tokenizer
-from trainer.data.data_samples import SamplePart, TokenSample
-from trainer.data.sample_text import sample_line, sample_lines
+from trainer.data.sample_text import SamplePart, TokenSample, sample_line, sample_lines
 
 ROOT = Path(__file__).parents[4]
 FIELDS = 'type = "json"\npath = "data/*.jsonl"\nfields = "[ask], answer"\nholdout = 0'

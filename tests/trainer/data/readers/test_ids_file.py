@@ -11,7 +11,7 @@ import pytest
 
 from prepcli.core.errors import PrepError, UsageError
 from tests.helpers.corpus import EOS, make_config, tokenize_quietly
-from trainer.data.readers import ids_file
+from trainer.data.readers import ids_files
 from trainer.data.store import MappedTokens
 from trainer.data.tokenize import tokenize_files
 
@@ -24,7 +24,7 @@ def read_tokens(path: Path, **changes: Any) -> MappedTokens:
 
 @pytest.fixture(params=[2, 1 << 20], ids=["small chunks", "one chunk"])
 def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ids_file, "READ_NBYTES", request.param)
+    monkeypatch.setattr(ids_files, "CHUNK_NBYTES", request.param)
 
 
 @pytest.mark.usefixtures("_chunks")

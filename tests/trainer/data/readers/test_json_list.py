@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from prepcli.core.errors import PrepError
 from trainer.data.files import hash_file
 from trainer.data.readers import READERS
-from trainer.data.readers.json_lines import HEAD_NBYTES
-from trainer.data.readers.json_list import read_elements
 from trainer.data.readers.reader import ReadOptions, Record
+from trainer.data.readers.text_files import HEAD_NBYTES, read_elements
 
 LIMIT = 64 << 20
 SCALARS = st.none() | st.booleans() | st.integers() | st.text('a"\\/[]{},:\n\u2028é😀', max_size=8)

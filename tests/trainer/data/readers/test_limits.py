@@ -13,10 +13,9 @@ import pytest
 import zstandard
 
 from prepcli.core.errors import PrepError
-from trainer.data.compression import open_decompressed
 from trainer.data.files import hash_file
 from trainer.data.readers import READERS
-from trainer.data.readers.reader import ReadOptions, Record, read_lines
+from trainer.data.readers.reader import ReadOptions, Record, open_decompressed, read_lines
 
 LIMIT = 100
 LONG = b"a" * 5000
@@ -87,7 +86,7 @@ def test_highly_compressed_stream_is_decompressed_in_parts(suffix: str):
     data = COMPRESS[suffix](bytes(200 << 20))
     limit = 64 << 20
     code = (
-        "import io, resource, sys; from trainer.data.compression import open_decompressed; "
+        "import io, resource, sys; from trainer.data.readers.reader import open_decompressed; "
         f"stream = open_decompressed(io.BytesIO(sys.stdin.buffer.read()), 'a', {suffix!r}); "
         "before = int(open('/proc/self/statm').read().split()[5]) * resource.getpagesize(); "
         f"resource.setrlimit(resource.RLIMIT_DATA, (before + {limit}, -1)); "

@@ -15,7 +15,7 @@ import pytest
 from prepcli.core.errors import PrepError, UsageError
 from tests.helpers.corpus import EOS, change, make_config, tokenize_quietly
 from trainer.data import token_formats
-from trainer.data.readers import megatron_file
+from trainer.data.readers import ids_files
 from trainer.data.store import MappedTokens, read_meta
 from trainer.data.token_formats import ExportFormat, export_tokens
 
@@ -80,8 +80,8 @@ def test_blocks_and_chunks_do_not_change_documents(tmp_path: Path, monkeypatch: 
         for _ in range(50)
     ]
     write_dataset(tmp_path / "data", documents)
-    monkeypatch.setattr(megatron_file, "BLOCK_DOCUMENTS", 7)
-    monkeypatch.setattr(megatron_file, "CHUNK_NBYTES", 6)
+    monkeypatch.setattr(ids_files, "BLOCK_DOCUMENTS", 7)
+    monkeypatch.setattr(ids_files, "CHUNK_NBYTES", 6)
     config = make_config(tmp_path, tmp_path / "data.idx", type="megatron")
     assert documents_of(tokenize_quietly(config)) == joined(documents)
 
@@ -154,7 +154,7 @@ def test_ids_after_the_last_document_are_an_error(tmp_path: Path):
 def test_gap_between_blocks_of_documents_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(megatron_file, "BLOCK_DOCUMENTS", 1)
+    monkeypatch.setattr(ids_files, "BLOCK_DOCUMENTS", 1)
     write_dataset(tmp_path / "data", [[[5]], [[6]], [[7]]])
     # The second offset is after three lengths and the first offset.
     change_index(tmp_path / "data.idx", 34 + 12 + 8, struct.pack("<q", 4))

@@ -13,9 +13,9 @@ from tokenizers import Regex, pre_tokenizers
 
 from prepcli.core.errors import PrepError
 from trainer.data.files import hash_file
-from trainer.data.readers import READERS, text_file
+from trainer.data.readers import READERS, text_files
 from trainer.data.readers.reader import TextChunk
-from trainer.data.readers.text_file import split_text
+from trainer.data.readers.text_files import split_text
 
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 LLAMA3 = pre_tokenizers.Split(
@@ -46,7 +46,7 @@ def read_text(path: Path) -> Sequence[object]:
 def small_chunks():
     """Set the chunk size to 40 bytes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_file, "TEXT_CHUNK_NBYTES", 40)
+        patch.setattr(text_files, "TEXT_CHUNK_NBYTES", 40)
         yield
 
 
@@ -78,7 +78,7 @@ def test_best_cuts_agree_with_pre_tokenizers(
     text = "\n".join(lines)
     data = text.encode()
     words = [word for word, _ in splitter.pre_tokenize_str(text)]
-    for match in text_file.CUT_PATTERNS[0].finditer(data):
+    for match in text_files.CUT_PATTERNS[0].finditer(data):
         parts = data[: match.end()].decode(), data[match.end() :].decode()
         assert [word for part in parts for word, _ in splitter.pre_tokenize_str(part)] == words
 
@@ -125,4 +125,4 @@ def test_text_file_that_is_not_utf8_fails(tmp_path: Path, good: bytes, bad: byte
 def test_split_text_reads_lazily():
     endless = itertools.repeat(b"a line of text\n" * 1000)
     chunks = split_text(Path("t.txt"), endless)
-    assert all(next(chunks).nbytes <= text_file.TEXT_CHUNK_NBYTES for _ in range(50))
+    assert all(next(chunks).nbytes <= text_files.TEXT_CHUNK_NBYTES for _ in range(50))

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files, decoded and checked in a child process (`trainer.data.table_batches`).
+"""Parquet and Arrow files, decoded and checked in a child process (`table_batches`).
 
 A row has the values of the same row in JSON Lines. Arrow stores objects as structs. All structs of a column have the
 same keys, so `{"city": "Ulm"}` becomes `{"city": "Ulm", "days": null}` if another row has `days`. Null is therefore no
@@ -39,20 +39,17 @@ ROW_COPIES = 8
 DECODING_S = 120
 MEMORY_HINT = f"write it again with smaller row groups or batches, or raise `{SIZE_KEY}`"
 ROW_HINT = "fix or remove the row, or `data.bad_lines = N` skips up to N of them"
-
 # Canonical extension type of JSON texts. pyarrow before 19 reads it as text, with its name in the field's metadata.
 JSON_EXTENSION = "arrow.json"
 EXTENSION_KEY = b"ARROW:extension:name"
 # Metadata of the schema that `datasets` writes: the types of its columns, as JSON.
 DATASETS_KEY = b"huggingface"
 JSON_FEATURE = "Json"
-
 # Turns a value of pyarrow's `as_py` into the value of JSON Lines.
 ValueDecoder: TypeAlias = Callable[[Any], Any]
 
 
 def _read_table(table_format: str, file: DataFile, options: ReadOptions) -> Iterator[Record]:
-    """Yield one record per row. `pyarrow` must be installed."""
     return read_seekable(file, partial(_parse_table, file, table_format, options))
 
 
@@ -60,14 +57,17 @@ def _parse_table(
     file: DataFile, table_format: str, options: ReadOptions, stream: BinaryIO
 ) -> Iterator[Record]:
     """Yield a record per valid row. Report the invalid rows."""
-    _check_installed(file)
-    from pyarrow import ipc
+    try:
+        from pyarrow import ipc
+    except ModuleNotFoundError as error:
+        hint = "`pip install 'prepcli[data]'`"
+        raise PrepError(f"cannot read {file.path}", "pyarrow is not installed", hint) from error
 
     # A file states the sizes of its pages and dictionaries, and pyarrow allocates what it states. E.g. rows of 64 MiB
     # give 1 GiB + 8 * 64 MiB = 1.5 GiB.
     limits = Limits(DECODING_NBYTES + ROW_COPIES * options.max_document_nbytes, DECODING_S)
     arguments = (table_format == PARQUET, file.nbytes, options.max_document_nbytes)
-    reader = Sandbox("trainer.data.table_batches:TableReader", arguments, limits=limits)
+    reader = Sandbox("trainer.data.readers.table_batches:TableReader", arguments, limits=limits)
     number = 0
     num_parts = 0
     try:
@@ -76,7 +76,11 @@ def _parse_table(
             if not isinstance(part[-1], bytes):
                 number, why, nbytes = part
                 place = f"{file.path}, row {number}"
-                options.on_error(_row_error(place, why, nbytes, options))
+                error = PrepError(f"{place}: invalid", why, ROW_HINT)
+                if nbytes:
+                    limit = options.max_document_nbytes
+                    error = too_large_error(f"{place}: too large", nbytes, limit)
+                options.on_error(error)
                 continue
             first_row, share, content = part
             batch = ipc.open_stream(content).read_next_batch()
@@ -96,21 +100,6 @@ def _parse_table(
                 memory = f"{limits.memory_nbytes:,}"
                 why = f"a page, dictionary or record batch of it needs more than {memory} bytes of memory"
         raise PrepError(what, why, hint) from error
-
-
-def _check_installed(file: DataFile) -> None:
-    try:
-        import pyarrow  # noqa: F401
-    except ModuleNotFoundError as error:
-        hint = "`pip install 'prepcli[data]'`"
-        raise PrepError(f"cannot read {file.path}", "pyarrow is not installed", hint) from error
-
-
-def _row_error(place: str, why: str, nbytes: int, options: ReadOptions) -> PrepError:
-    """Return the error for a row: it has too many bytes, or it is invalid."""
-    if nbytes:
-        return too_large_error(f"{place}: too large", nbytes, options.max_document_nbytes)
-    return PrepError(f"{place}: invalid", why, ROW_HINT)
 
 
 class _Row(Mapping[str, object]):
@@ -154,11 +143,7 @@ class _Row(Mapping[str, object]):
 
 
 def _value_decoders(schema: Schema) -> dict[str, ValueDecoder]:
-    """Return the decoder of each column that needs one: a column with objects, maps or JSON texts.
-
-    Args:
-        schema: Schema of the table, with its metadata.
-    """
+    """Return the decoder of each column that needs one: a column with objects, maps or JSON texts."""
     features = _dataset_features(schema.metadata or {})
     decoders: dict[str, ValueDecoder] = {}
     for field in schema:
@@ -180,12 +165,7 @@ def _dataset_features(metadata: Mapping[bytes, bytes]) -> Mapping[str, Any]:
 
 
 def _decoder_of(field: Field[Any], feature: Any) -> ValueDecoder | None:
-    """Return the decoder of a field's values, or None if they need none.
-
-    Args:
-        field: The field, of any depth.
-        feature: Its type in `datasets`. None if it is unknown.
-    """
+    """Return the decoder of a field's values, or None if they need none. `feature` is its type in `datasets`."""
     from pyarrow import types
 
     kind = field.type
@@ -197,7 +177,13 @@ def _decoder_of(field: Field[Any], feature: Any) -> ValueDecoder | None:
         item_decoder = _decoder_of(kind.item_field, None)
         return lambda pairs: _decode_map(pairs, item_decoder)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        decoder = _decoder_of(kind.value_field, _item_feature(feature))
+        # `[TYPE]`, or `{"_type": "List", "feature": TYPE}`.
+        item_feature = None
+        if isinstance(feature, dict):
+            item_feature = feature.get("feature")
+        elif isinstance(feature, list) and feature:
+            item_feature = feature[0]
+        decoder = _decoder_of(kind.value_field, item_feature)
         if decoder is not None:
             return lambda items: [_decode_or_none(decoder, item) for item in items]
     return None
@@ -213,15 +199,6 @@ def _is_json(field: Field[Any], feature: Any) -> bool:
     is_extension = (field.metadata or {}).get(EXTENSION_KEY) == JSON_EXTENSION.encode()
     is_feature = isinstance(feature, dict) and feature.get("_type") == JSON_FEATURE
     return is_extension or is_feature
-
-
-def _item_feature(feature: Any) -> Any:
-    """Return the type of a list's items: `[TYPE]`, or `{"_type": "List", "feature": TYPE}`."""
-    if isinstance(feature, dict):
-        return feature.get("feature")
-    if isinstance(feature, list) and feature:
-        return feature[0]
-    return None
 
 
 def _struct_decoder(field: Field[Any], feature: Any) -> ValueDecoder:

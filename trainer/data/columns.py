@@ -1,13 +1,23 @@
-"""The shapes of data sets, found by the columns of a record, and the recipe keys that name them."""
+"""Columns of records: their checked values, and the shapes of data sets that their names tell.
+
+Errors name the file, the line and the column.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import base64
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import cast
 
-from prepcli.core.errors import Key, Text, join_texts, text
-from prepcli.core.json_values import is_json_list, load_json
+import numpy as np
+
+from prepcli.core.errors import Key, PrepError, Text, join_texts, text
+from prepcli.core.formatting import count_text
+from prepcli.core.json_values import JsonValue, is_json_list, json_type_name, load_json
+from trainer.data.readers.reader import Record
+from trainer.data.tokenizer import TokenIds
 from trainer.recipe.text_fields import FORMAT_FIELDS, PLAIN, DataFormat, parse_fields
 
 # Columns of conversations.
@@ -75,20 +85,18 @@ class Shape:
 
 
 def find_shapes(values: Mapping[str, object]) -> list[Shape]:
-    """Return the shapes that the columns of a record fit. More than one is an ambiguity.
+    """Return the shapes that the columns of a record fit. Null is no value. More than one shape is an ambiguity.
 
     >>> find_shapes({"question": "1+1?", "answer": "2"})
     [Shape(format='question_answer', fields='[question], answer')]
-
-    Args:
-        values: Columns of the record. Null is no value.
     """
     columns = {name: value for name, value in values.items() if value is not None}
     shapes: list[Shape] = []
     for name in CONVERSATIONS:
-        data_format = _conversation_format(columns.get(name))
-        if data_format is not None:
-            shapes.append(Shape(data_format, name))
+        if is_sharegpt(columns.get(name)):
+            shapes.append(Shape("sharegpt", name))
+        elif _has_messages(columns.get(name)):
+            shapes.append(Shape("chat", name))
     pairs = [pair for pair in PAIRS if {*pair} <= columns.keys()]
     paired = {name for pair in pairs for name in pair}
     for prompt, answer in pairs:
@@ -113,32 +121,21 @@ def columns_hint(values: Mapping[str, object], default: Text) -> Text:
 
     >>> columns_hint({"article": "a", "summary": "b"}, Text("?")) == "`--set data.fields='[article], summary'`"
     True
-
-    Args:
-        values: Columns of the record.
-        default: Hint for other columns.
     """
     shapes = find_shapes(values)
-    pair = _plain_pair(values)
-    if pair and (not shapes or any(shape.format == "alpaca" for shape in shapes)):
-        # Without a chat template, an instruction and its output are plain texts.
-        shapes.append(pair)
+    prompt = _first(OTHER_PROMPTS, values)
+    answer = _first(OTHER_ANSWERS, values)
+    # Without a chat template, an instruction and its output are plain texts.
+    is_plain = not shapes or any(shape.format == "alpaca" for shape in shapes)
+    if prompt and answer and is_plain:
+        if context := _first(OTHER_CONTEXTS.get(prompt, ()), values):
+            prompt = f"{prompt}+{context}"
+        shapes.append(Shape(PLAIN, f"[{prompt}], {answer}"))
     if shapes:
         return join_texts(", or ", [shape.replacement() for shape in shapes])
     if name := _first(OTHER_TEXTS, values):
         return Shape(PLAIN, name).replacement()
     return default
-
-
-def _plain_pair(values: Collection[str]) -> Shape | None:
-    """Return the plain fields of a prompt and its answer, or None without such columns."""
-    prompt = _first(OTHER_PROMPTS, values)
-    answer = _first(OTHER_ANSWERS, values)
-    if not (prompt and answer):
-        return None
-    if context := _first(OTHER_CONTEXTS.get(prompt, ()), values):
-        prompt = f"{prompt}+{context}"
-    return Shape(PLAIN, f"[{prompt}], {answer}")
 
 
 def _parsed_list(value: object) -> object:
@@ -154,15 +151,6 @@ def is_sharegpt(turns: object) -> bool:
     turns = _parsed_list(turns)
     turn = turns[0] if isinstance(turns, list) and turns else None
     return isinstance(turn, dict) and {"from", "value"} <= {*turn}
-
-
-def _conversation_format(value: object) -> DataFormat | None:
-    """Return the format of a conversation, or None for another value."""
-    if is_sharegpt(value):
-        return "sharegpt"
-    if _has_messages(value):
-        return "chat"
-    return None
 
 
 def _has_messages(value: object) -> bool:
@@ -190,3 +178,117 @@ def _pair_shape(prompt: str, answer: str, columns: Mapping[str, object]) -> Shap
 def _first(names: Collection[str], columns: Collection[str]) -> str:
     """Return the first name that is a column. Empty if none is."""
     return next((name for name in names if name in columns), "")
+
+
+LINE_HINT = "fix or remove the line"
+JSON_HINT = "write the list as JSON, e.g. with `json.dumps`, or remove the line"
+COLUMN_HINT = Text(Key("data.fields", "COLUMN", is_override=True))
+# Python reads a byte that is not UTF-8 as a surrogate from the command line, and in some locales from stdin.
+SURROGATE_CAUSE = "it has an unpaired surrogate, which is not a character"
+IDS_HINT = "pass a list of token ids, or base64 of little-endian int32 values"
+
+
+def check_columns(
+    record: Record,
+    columns: Sequence[str],
+    *,
+    hint: Text | None = None,
+    default_hint: Text = COLUMN_HINT,
+) -> None:
+    """Raise PrepError if a record lacks a column. Without a hint, the names of its columns decide which to select."""
+    if missing := [column for column in columns if column not in record.values]:
+        names = ", ".join(f"`{name}`" for name in record.values) or "none"
+        raise PrepError(
+            f"{record.place}: no column `{missing[0]}`",
+            f"its columns: {names}",
+            hint or columns_hint(record.values, default_hint),
+        )
+
+
+def text_value(record: Record, column: str) -> str:
+    """Return the text of a column. Raise PrepError if it is not text."""
+    value = record.values[column]
+    what = f"{record.place}: column `{column}` is not text"
+    if not isinstance(value, str):
+        raise PrepError(what, f"it is {json_type_name(value)}", LINE_HINT)
+    if not is_encodable(value):
+        raise PrepError(what, SURROGATE_CAUSE, LINE_HINT)
+    return value
+
+
+def ids_value(record: Record, column: str, vocab: int) -> TokenIds:
+    """Return the token ids of a column, below `vocab`: a list, or base64 of little-endian int32 values.
+
+    Raises:
+        PrepError: The value is not a list of ids, or one is out of range.
+    """
+    value = record.values[column]
+    place = f"{record.place}: column `{column}`"
+    try:
+        if isinstance(value, str):
+            data = base64.b64decode(value, validate=True)
+            if len(data) % 4:
+                size = count_text(len(data), "byte")
+                raise ValueError(f"its base64 decodes to {size}, which is not a multiple of 4")
+            ids = np.frombuffer(data, "<i4")
+        else:
+            ids = np.asarray(value)
+    except ValueError as error:
+        # The text is not base64, or the list has lists of several lengths.
+        raise PrepError(f"{place} has no token ids", str(error), IDS_HINT) from None
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        kind = "a list of other values" if isinstance(value, list) else json_type_name(value)
+        raise PrepError(f"{place} has no token ids", f"it is {kind}", IDS_HINT)
+    if ids.size:
+        smallest = int(ids.min())
+        largest = int(ids.max())
+        if smallest < 0 or largest >= vocab:
+            bad = smallest if smallest < 0 else largest
+            what = f"{place}: token id {bad:,} is out of range"
+            why = f"the vocabulary without padding has {vocab:,} tokens"
+            raise PrepError(what, why, LINE_HINT)
+    return ids.astype(np.uint32)
+
+
+def list_value(record: Record, column: str, items: str) -> list[JsonValue]:
+    """Return the list of a column that is stored as it is or as a JSON text. Raise PrepError for another value."""
+    value = record.values[column]
+    place = f"{record.place}: column `{column}`"
+    if isinstance(value, str) and is_json_list(value):
+        value = parse_json(value, place, JSON_HINT)
+    if not isinstance(value, list):
+        what = f"{place} is not a list of {items}"
+        raise PrepError(what, f"it is {json_type_name(value)}", LINE_HINT)
+    return cast(list[JsonValue], value)
+
+
+def json_list(value: object, place: str, hint: str) -> list[JsonValue]:
+    """Return a list that is stored as it is or as a JSON text. Empty for null, and for an empty text.
+
+    Raises:
+        PrepError: It is neither. The error begins with `place`.
+    """
+    if isinstance(value, str) and value.strip():
+        value = parse_json(value, place, hint)
+    if not value:
+        return []
+    if not isinstance(value, list):
+        raise PrepError(f"{place} is not a list", f"it is {json_type_name(value)}", hint)
+    return cast(list[JsonValue], value)
+
+
+def parse_json(text: str, place: str, hint: str) -> JsonValue:
+    """Return the value of a JSON text. Raise PrepError if it is none."""
+    try:
+        return load_json(text.encode())
+    except ValueError as error:
+        raise PrepError(f"{place}: not JSON", str(error)[:200], hint) from None
+
+
+def is_encodable(text: str) -> bool:
+    """Return whether a text can be encoded in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -22,7 +22,6 @@ from prepcli.core.sandbox import ParentFile
 
 if TYPE_CHECKING:
     from pyarrow import Array, Schema
-    from pyarrow.parquet import FileMetaData
 
 # Rows that are decoded at once from a Parquet file.
 MAX_BATCH_ROWS = 256
@@ -55,13 +54,7 @@ class TableReader:
     """Reads the file that the parent process passes to its calls, in a child process."""
 
     def __init__(self, is_parquet: bool, nbytes: int, max_row_nbytes: int) -> None:
-        """Start before the first row.
-
-        Args:
-            is_parquet: Whether the file is Parquet. Otherwise it is Arrow.
-            nbytes: Size of the file.
-            max_row_nbytes: Maximum bytes of the values of a row.
-        """
+        """Start before the first row of a Parquet or Arrow file of `nbytes`."""
         # A second thread for decoding or reading would have buffers of its own.
         pyarrow.set_cpu_count(1)
         pyarrow.set_io_thread_count(1)
@@ -147,11 +140,9 @@ def _check_depth(kind: Any, depth: int) -> None:
 def _valid_pieces(
     batch: RecordBatch, first_row: int, max_row_nbytes: int
 ) -> Iterator[tuple[RecordBatch, int] | InvalidRow]:
-    """Yield valid, small pieces of a batch with their first rows, and invalid rows.
-
-    A batch is halved until each piece is valid and small, or a single row. One bad row of 1,024
-    therefore costs about 10 validations, and all other rows are kept.
-    """
+    """Yield valid, small pieces of a batch with their first rows, and invalid rows."""
+    # A batch is halved until each piece is valid and small, or a single row. One bad row of 1,024
+    # therefore costs about 10 validations, and all other rows are kept.
     part_nbytes = min(PART_NBYTES, max_row_nbytes)
     pending = [(batch, first_row, False)]
     while pending:
@@ -162,7 +153,7 @@ def _valid_pieces(
         # The offsets of an invalid piece may point anywhere, so its size is not computed.
         nbytes = 0
         if not why:
-            nbytes = row_nbytes(piece)
+            nbytes = sum(map(values_nbytes, piece.columns))
         if not why and nbytes <= part_nbytes:
             yield piece, row
         elif piece.num_rows > 1:
@@ -178,12 +169,9 @@ def _valid_pieces(
 
 
 def _batch_fault(batch: RecordBatch) -> str:
-    """Return the fault of a batch, e.g. an offset outside of its buffer. Empty if it is valid.
-
-    The full validation also checks that texts are UTF-8, and that indices of dictionaries are in
-    range.
-    """
+    """Return the fault of a batch, e.g. an offset outside of its buffer. Empty if it is valid."""
     try:
+        # It also checks that texts are UTF-8, and that indices of dictionaries are in range.
         batch.validate(full=True)
     except MemoryError:
         raise
@@ -218,37 +206,27 @@ def _parquet_batches(stream: BinaryIO, nbytes: int) -> Iterable[tuple[RecordBatc
         raise ValueError("it has no columns")
     n_rows = max(parquet.metadata.num_rows, 1)
     end = 0
-    for batch in parquet.iter_batches(_batch_rows(parquet.metadata), use_threads=False):
+    # Fewer rows are decoded at once if the metadata says that rows are large.
+    groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
+    largest = max((group.total_byte_size for group in groups), default=0)
+    row_nbytes = max(1, largest // max(1, *(group.num_rows for group in groups), 1))
+    batch_rows = min(MAX_BATCH_ROWS, max(1, PART_NBYTES // row_nbytes))
+    for batch in parquet.iter_batches(batch_rows, use_threads=False):
         start = end
         end = end + batch.num_rows
         yield batch, nbytes * end // n_rows - nbytes * start // n_rows
 
 
-def _batch_rows(metadata: FileMetaData) -> int:
-    """Return the rows to decode at once: fewer if the metadata says that rows are large."""
-    groups = range(metadata.num_row_groups)
-    largest = max((metadata.row_group(index).total_byte_size for index in groups), default=0)
-    n_rows = max((metadata.row_group(index).num_rows for index in groups), default=1)
-    row_size = max(1, largest // max(1, n_rows))
-    return min(MAX_BATCH_ROWS, max(1, PART_NBYTES // row_size))
-
-
-def _arrow_batches(stream: BinaryIO, nbytes: int) -> Iterable[tuple[RecordBatch, int]]:
+def _arrow_batches(stream: BinaryIO, nbytes: int) -> Iterator[tuple[RecordBatch, int]]:
+    """Yield record batches, each with its share of the file's bytes, or with the bytes read of a stream."""
     is_file = stream.read(len(FILE_MAGIC)) == FILE_MAGIC
     stream.seek(0)
-    return _ipc_file_batches(stream, nbytes) if is_file else _ipc_stream_batches(stream)
-
-
-def _ipc_file_batches(stream: BinaryIO, nbytes: int) -> Iterator[tuple[RecordBatch, int]]:
-    """Yield record batches, each with its share of the file's bytes."""
-    reader = ipc.open_file(stream)
-    count = reader.num_record_batches
-    for index in range(count):
-        yield reader.get_batch(index), nbytes * (index + 1) // count - nbytes * index // count
-
-
-def _ipc_stream_batches(stream: BinaryIO) -> Iterator[tuple[RecordBatch, int]]:
-    """Yield record batches, each with the bytes read for it."""
+    if is_file:
+        reader = ipc.open_file(stream)
+        count = reader.num_record_batches
+        for index in range(count):
+            yield reader.get_batch(index), nbytes * (index + 1) // count - nbytes * index // count
+        return
     position = 0
     for batch in ipc.open_stream(stream):
         yield batch, stream.tell() - position
@@ -265,15 +243,6 @@ class UnsupportedTypeError(ValueError):
     """A column has values of an unsupported type."""
 
 
-def row_nbytes(batch: RecordBatch) -> int:
-    """Return the estimated bytes of all values of a valid record batch.
-
-    Raises:
-        UnsupportedTypeError: A column has an unsupported type.
-    """
-    return sum(values_nbytes(column) for column in batch.columns)
-
-
 def values_nbytes(array: Array[Any]) -> int:
     """Return the estimated bytes of a valid array's values, at least 8 per element at any depth.
 
@@ -286,13 +255,19 @@ def values_nbytes(array: Array[Any]) -> int:
         # An extension type.
         return values_nbytes(array.storage)
     if types.is_dictionary(kind):
-        return pointers + len(array) * _largest_value_nbytes(array.dictionary)
+        # Each element can refer to the largest value.
+        dictionary = array.dictionary
+        if _is_text_or_bytes(dictionary.type):
+            return pointers + len(array) * int(_text_lengths(dictionary).max(initial=0))
+        return pointers + len(array) * values_nbytes(dictionary)
     if _is_text_or_bytes(kind):
         return pointers + int(_text_lengths(array).sum())
     if types.is_struct(kind):
         return pointers + sum(values_nbytes(child) for child in array.flatten())
     if types.is_map(kind):
-        return pointers + values_nbytes(_list_of_map(array))
+        # The entries as structs, without those outside of its slice.
+        entry = pyarrow.struct([kind.key_field, kind.item_field])
+        return pointers + values_nbytes(array.cast(pyarrow.list_(entry)).flatten())
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return pointers + values_nbytes(array.flatten())
     if types.is_nested(kind) or types.is_run_end_encoded(kind):
@@ -323,16 +298,3 @@ def _text_lengths(array: Array[Any]) -> npt.NDArray[np.int64]:
     views = np.frombuffer(array.buffers()[1] or b"", "<i4").reshape(-1, 4)
     lengths = views[array.offset : array.offset + len(array), 0].astype(np.int64)
     return np.where(array.is_valid().to_numpy(zero_copy_only=False), lengths, 0)
-
-
-def _largest_value_nbytes(dictionary: Array[Any]) -> int:
-    """Return an upper bound for the bytes of any value in a dictionary."""
-    if _is_text_or_bytes(dictionary.type):
-        return int(_text_lengths(dictionary).max(initial=0))
-    return values_nbytes(dictionary)
-
-
-def _list_of_map(array: Array[Any]) -> Array[Any]:
-    """Return the entries of a map array as structs, without the entries outside of its slice."""
-    kind = array.type
-    return array.cast(pyarrow.list_(pyarrow.struct([kind.key_field, kind.item_field]))).flatten()
