@@ -134,8 +134,15 @@ def context_svg(rows: Sequence[ContextRow]) -> str:
     for number, method in enumerate(METHODS):
         method_rows = [row for row in rows if row.method == method]
         points = [(row.tokens / K, row.memory.temp_nbytes / GIB) for row in method_rows]
-        curves.append(Curve(name=f"{method}, GiB", points=points, color=number))
-    return svg_file(line_chart(curves, "temporaries of a training step", is_log=True))
+        curves.append(Curve(name=method, points=points, color=number))
+    chart = line_chart(
+        curves,
+        "temporaries of a training step",
+        x_name="thousands of tokens",
+        y_name="GiB",
+        is_log=True,
+    )
+    return svg_file(chart)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

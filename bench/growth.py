@@ -79,8 +79,8 @@ def growth_svg(rows: Sequence[EvidenceRow]) -> str:
         Curve(name="--memory, MiB", points=budget, color=1),
     ]
     return svg_file(
-        line_chart(time_curves, "seconds over GB", x_name="GB", from_zero=True),
-        line_chart(memory_curves, "MiB", x_name="GB", from_zero=True),
+        line_chart(time_curves, "time by size", x_name="GB", y_name="seconds", from_zero=True),
+        line_chart(memory_curves, "memory by size", x_name="GB", y_name="MiB", from_zero=True),
     )
 
 

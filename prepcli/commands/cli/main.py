@@ -41,12 +41,26 @@ from prepcli.execution.signals import (
 
 # Names that other tools give to the work of prep's commands.
 OTHER_COMMAND_NAMES = {
+    "chat": "`prep generate MODEL --chat`",
+    "compare": "`prep verify A B`",
     "convert": "`prep save-init MODEL` converts to Orbax, and `prep export CHECKPOINT` to Hugging Face",
+    "diff": "`prep verify A B`, or `prep inspect A --diff B` for a list",
     "download": "`prep save-init OWNER/NAME` downloads and converts a model",
     "evaluate": "did you mean `eval`?",
     "finetune": "did you mean `train`?",
     "fine-tune": "did you mean `train`?",
+    "lora": "`prep train RECIPE` with a table `[lora]`",
+    "ls": "`prep inspect CHECKPOINT`",
+    "pad": "did you mean `pad-vocab`?",
+    "pretrain": '`prep train RECIPE` with `model.init = "random"`',
     "push": "`prep export CHECKPOINT --push OWNER/NAME`",
+    "quantize": "`prep export CHECKPOINT --dtype bfloat16` is the smallest output",
+    "run": "did you mean `train`?",
+    "serve": "`prep export CHECKPOINT` writes a folder that servers load: `prep docs serve`",
+    "sft": "did you mean `train`?",
+    "shard": "did you mean `reshard`?",
+    "show": "did you mean `inspect`?",
+    "split": "did you mean `reshard`?",
     "upload": "`prep export CHECKPOINT --push OWNER/NAME`",
 }
 
@@ -186,7 +200,7 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
     if match := re.match(r"No such command ['\"](.+?)['\"]", message):
         commands = getattr(getattr(context, "command", None), "commands", ())
         return usage_error(
-            f"unknown command `{match[1]}`", hint=_command_hint(match[1], path, commands, args)
+            f"unknown command `{match[1]}`", hint=_command_hint(match[1], path, commands)
         )
     if match := re.match(r"No such option:? ['\"]?(-[^\s'\"]+)", message):
         option = match[1].rstrip(".")
@@ -216,11 +230,8 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
     return usage_error(what[:1].lower() + what[1:], why, _choice_hint(why) or f"`{path} --help`")
 
 
-def _command_hint(name: str, path: str, commands: Collection[str], args: Sequence[str]) -> str:
+def _command_hint(name: str, path: str, commands: Collection[str]) -> str:
     """Return a hint for an unknown command: its name in prep, one of a similar name, or the list of commands."""
-    if name == "help":
-        words = [word for word in args if word in commands]
-        return f"`{shlex.join([path, *words[:1], '--help'])}`"
     if name in OTHER_COMMAND_NAMES:
         return OTHER_COMMAND_NAMES[name]
     if suggestion := suggest(name, commands):

@@ -8,7 +8,7 @@ To add a command:
    docstring is the help text and ends with a section of examples. It imports the operation in its body, and returns a
    report.
 3. Write the text and the JSON object of the result in `rendering/`.
-4. Add the function to `COMMANDS` below.
+4. Add the function to a section of `SECTIONS` below.
 
     @command(guide="lock")                            # option_groups.py: a group of options is one parameter
     def lock(checkpoint: CheckpointArgument, *, options: LockOptions, ui: ProgressUi) -> Report:
@@ -22,6 +22,7 @@ imports (numpy, jax, huggingface_hub, rich …) are not allowed at the top of th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Annotated, Any
 
@@ -51,31 +52,55 @@ from prepcli.commands.cli.inspection import (
     verify,
 )
 from prepcli.commands.cli.launch import ENGINE_COMMANDS, local
+from prepcli.commands.cli.option_groups import CliCommand
 from prepcli.commands.cli.training import evaluate, generate, plan, recipes, report, tokenize, train
 from prepcli.core import version
 from prepcli.core.errors import USAGE
 from prepcli.core.unexpected import label_errors, process_of
 from prepcli.execution.signals import Interrupted, notes_of
 
-# In the order of `--help`. A group stands where its first command does.
-COMMANDS = (
-    *(pad_vocab, add_tokens, remove_tokens),
-    *(save_init, reshard, export, merge, verify, lock, roundtrip, inspect, suggest),
-    *(plan, tokenize, train, *ENGINE_COMMANDS, local, report, evaluate, generate),
-    *(demo, docs, models, recipes, check_family, env),
-)
+# The sections of `--help` and their commands. A group such as `map` stands where its first command does.
+SECTIONS = {
+    "Convert": (save_init, reshard, export, merge, pad_vocab, add_tokens, remove_tokens, suggest),
+    "Check": (inspect, verify, lock, roundtrip, check_family),
+    "Train and use": (plan, tokenize, train, report, evaluate, generate),
+    "Launch": (*ENGINE_COMMANDS, local),
+    "Look up": (demo, docs, models, recipes, env),
+}
+COMMANDS = tuple(command for commands in SECTIONS.values() for command in commands)
 GROUP_HELP = {
     "map": "Propose maps between the tensors of checkpoints.",
     "launch": "Start a command on a cluster, or in several processes.",
 }
 
 
-class CommandGroup(TyperGroup):
+class HelpfulGroup(TyperGroup):
+    """Group of commands in which `help COMMAND` is `COMMAND --help`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse `args`."""
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
+        return super().parse_args(ctx, args)
+
+
+class CommandGroup(HelpfulGroup):
     """Group of all commands. If Ctrl-C ends a command, its notes about saved work stay with the exception."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands in the order of `--help`."""
-        return help_order()
+        return _help_names(COMMANDS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands by section, each with the first sentence of its help."""
+        width = max(map(len, self.list_commands(ctx)))
+        for title, commands in SECTIONS.items():
+            rows: list[tuple[str, str]] = []
+            for name in _help_names(commands):
+                summary = self.commands[name].get_short_help_str(formatter.width)
+                rows.append((name.ljust(width), summary))
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Ctrl-C raises Interrupted, with notes about the work that is already saved."""
@@ -121,21 +146,21 @@ def prep(
 
     CHECKPOINT is a folder, an alias (see: prep models) or a hub id.
 
-    Documentation: prep docs. First run: prep docs tutorial.
+    Help: prep help COMMAND. Documentation: prep docs. First run: prep docs tutorial.
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help(), err=True)
         raise typer.Exit(USAGE)
 
 
-def help_order() -> list[str]:
-    """Return the names of all commands and groups in the order of `--help`."""
-    return [*dict.fromkeys(command.group or command.name for command in COMMANDS)]
+def _help_names(commands: Iterable[CliCommand]) -> list[str]:
+    """Return the names in the help: each command, and each group of commands once."""
+    return [*dict.fromkeys(command.group or command.name for command in commands)]
 
 
 _groups = {"": app}
 for name, text in GROUP_HELP.items():
-    _groups[name] = typer.Typer(help=text, rich_markup_mode=None)
+    _groups[name] = typer.Typer(cls=HelpfulGroup, help=text, rich_markup_mode=None)
     app.add_typer(_groups[name], name=name)
 for command in COMMANDS:
     register = _groups[command.group].command

@@ -31,8 +31,15 @@ from prepcli.commands.demo.tiny_model import (
     learnable_text,
     write_tiny_model,
 )
-from prepcli.commands.pages.charts import Bar, Curve, bar_chart, line_chart, shard_map_svg
-from prepcli.commands.pages.html_page import Markup, html_table, write_html_page
+from prepcli.commands.pages.charts import Curve, line_chart, shard_map_svg
+from prepcli.commands.pages.html_page import (
+    Bar,
+    Markup,
+    bar_table,
+    html_table,
+    legend,
+    write_html_page,
+)
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes, format_duration
 from prepcli.core.observer import Observer, PacedNotes, ticking
@@ -539,7 +546,8 @@ def _page_body(out: Path, steps: Sequence[StepReport]) -> Iterator[str]:
         title = Markup(escape(step.step) + command)
         rows.append((title, format_duration(step.seconds), format_bytes(step.bytes), step.result))
     yield "<h2>Steps</h2>"
-    yield from html_table(("step", "time", "bytes", "result"), rows, has_numbers=False)
+    header = ("step", "time", "bytes", "result")
+    yield from html_table(Table(header, rows, right_aligned=header[1:3]))
     # The narrow curve of the killed run lies on the wide curve of the other run.
     curves = [
         Curve(name="undisturbed", points=logged_losses(out / UNBROKEN_RUN), width=7.0),
@@ -549,7 +557,10 @@ def _page_body(out: Path, steps: Sequence[StepReport]) -> Iterator[str]:
     # The results of the kill and of the resumption.
     results = [step.result for step in steps if step.command.endswith(f"--out {KILLED_RUN}")]
     yield f"<h2>Training</h2><p>The loss by step. The second run: {escape('; '.join(results))}.</p>"
-    yield line_chart(curves, "loss by step", x_name="step", marks=save_marks)
+    yield legend([curve.name for curve in curves])
+    yield line_chart(
+        curves, "loss by step", x_name="step", y_name="loss", marks=save_marks, has_legend=False
+    )
     manifest = read_manifest(out / RESHARDED)
     assert manifest is not None
     assert manifest.mesh is not None
@@ -563,4 +574,4 @@ def _page_body(out: Path, steps: Sequence[StepReport]) -> Iterator[str]:
     yield shard_map_svg(shape, device_boxes(spec, mesh, shape), f"{SHOWN_LEAF} on mesh {mesh}")
     bars = [Bar(step.step, step.peak, format_bytes(step.peak)) for step in steps if step.peak]
     yield "<h2>Memory</h2><p>Peak memory of each conversion above its start.</p>"
-    yield bar_chart(bars, "peak memory of each conversion")
+    yield from bar_table(bars, ("conversion", "peak"))

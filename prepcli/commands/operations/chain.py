@@ -66,7 +66,14 @@ from prepcli.sources.recorded_sources import (
     recorded_sources,
 )
 from prepcli.sources.references import CONFIG, HubRepo, parse_reference
-from prepcli.sources.source import HF_FOLDER, Source, SourceTensor, use_averaged_params
+from prepcli.sources.side_files import TRAINER_STATE_FILE
+from prepcli.sources.source import (
+    HF_FOLDER,
+    SCHEDULER_FILE,
+    Source,
+    SourceTensor,
+    use_averaged_params,
+)
 from prepcli.stores.addresses import is_url
 from prepcli.stores.paths import AnyPath
 
@@ -75,8 +82,12 @@ MAPPED = "read through a map"
 CAST = "cast from"
 FROM_START = "read from the start model"
 NEW_ROWS = "new rows"
-# Files with other content in each output. The config is compared by its keys.
-MADE_FILES = (CONFIG, INDEX_FILE, ADAPTER_CONFIG, METADATA_FILE)
+# Files with other content in each output. The config is compared by its keys. The files of a training state are not
+# part of a model.
+MADE_FILES = (
+    *(CONFIG, INDEX_FILE, ADAPTER_CONFIG, METADATA_FILE),
+    *(TRAINER_STATE_FILE, SCHEDULER_FILE),
+)
 
 # What happened -> the names of the parts, e.g. `left out` -> names of tensors.
 Parts = dict[str, list[str]]

@@ -220,9 +220,17 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return _render_warnings(operation(*args, **arguments))
         except PrepError as error:
-            raise error.rendered(PYTHON) from error.__cause__
+            raise _python_error(error) from error.__cause__
 
     return call
+
+
+def _python_error(error: PrepError) -> PrepError:
+    """Return an error for Python: with argument names, and without the frames of prep in its traceback.
+
+    The message says what to do. Errors that prep does not expect keep their whole traceback.
+    """
+    return error.rendered(PYTHON).with_traceback(None)
 
 
 def _render_warnings(result: Any) -> Any:
@@ -243,7 +251,7 @@ def rendered_for_python() -> Iterator[None]:
     try:
         yield
     except PrepError as error:
-        raise error.rendered(PYTHON) from error.__cause__
+        raise _python_error(error) from error.__cause__
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Charts as SVG elements: curves, bars, and the shards of a matrix on its devices.
+"""Charts as SVG elements: curves, and the shards of a matrix on its devices.
 
 The colours are CSS variables: one palette for light screens and one for dark screens. A page or an
 SVG file with a chart also contains their definitions, `CHART_STYLE`.
@@ -34,23 +34,24 @@ CHART_STYLE = f"""
 .chart .grid {{ stroke: #8884; fill: none }}
 .chart polyline {{ fill: none; stroke-linejoin: round }}
 .chart circle:not(.single, :hover) {{ fill-opacity: 0 }}
+.chart.wide {{ width: 100% }}
+@media (max-width: 40rem) {{ .chart.wide text {{ font-size: 19px }} }}
 """
 
 # Width and height. Text stays readable where a phone shows a small chart at about its width.
 SMALL = (420, 220)
-WIDE = (640, 240)
+WIDE = (760, 280)
 # Margins around the plot: labels of the y axis on the left, labels of the x axis below.
 LEFT = 52
 RIGHT = 12
 TOP = 10
 BOTTOM = 26
-# Additional margins for the names of vertical lines, and of curves.
+# Additional margins for the names of vertical lines, of curves and of axes.
 MARK_HEIGHT = 14
 LEGEND_HEIGHT = 18
+AXIS_NAME_HEIGHT = 16
 # Estimated width of a character of 11 pixels: text has no measure before a browser draws it.
 CHARACTER_WIDTH = 6.4
-# Longest part of a bar chart that the names take.
-MAX_NAMES_SHARE = 0.5
 
 MAX_POINTS = 400
 # Longer curves have no tooltips.
@@ -81,15 +82,6 @@ class Curve:
     width: float = 1.6
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A bar: its name, its length, and the text of its value."""
-
-    name: str
-    value: float
-    text: str
-
-
 def color_of(number: int) -> str:
     """Return the CSS colour with this number. The colours repeat."""
     return f"var(--color{number % len(COLORS)})"
@@ -102,6 +94,7 @@ def line_chart(
     size: tuple[int, int] = WIDE,
     x_range: tuple[float, float] | None = None,
     x_name: str = "",
+    y_name: str = "",
     marks: Sequence[tuple[float, str]] = (),
     from_zero: bool = False,
     is_log: bool = False,
@@ -114,7 +107,8 @@ def line_chart(
         title: Accessible title.
         size: Width and height.
         x_range: First and last value of the x axis. Default: the range of the curves.
-        x_name: Name of the x values in tooltips, such as `step`.
+        x_name: Name of the x axis, such as `step`. Tooltips have it too.
+        y_name: Name of the y axis, with its unit.
         marks: Vertical lines: x and name.
         from_zero: Whether both axes begin at 0.
         is_log: Whether both axes are logarithmic. All values must then be positive.
@@ -135,11 +129,19 @@ def line_chart(
     top = TOP
     if has_legend:
         top += LEGEND_HEIGHT
+    parts: list[str] = []
+    if y_name:
+        parts.append(_text_element(0, top + 6, y_name))
+        top += AXIS_NAME_HEIGHT
     if marks:
         top += MARK_HEIGHT
+    bottom = height - BOTTOM
+    if x_name:
+        bottom -= AXIS_NAME_HEIGHT
+        parts.append(_text_element((LEFT + width - RIGHT) / 2, height - 6, x_name, "middle"))
     x_axis = _axis(x_range or (min(xs), max(xs)), (LEFT, width - RIGHT), is_log)
-    y_axis = _axis((min(ys), max(ys)), (height - BOTTOM, top), is_log, ends_with_ticks=True)
-    parts = list(_grid_lines(x_axis, y_axis, width))
+    y_axis = _axis((min(ys), max(ys)), (bottom, top), is_log, ends_with_ticks=True)
+    parts += _grid_lines(x_axis, y_axis, width)
     for x, name in marks:
         parts += _mark_elements(x_axis.position(x), name, y_axis, width)
     for curve in curves:
@@ -333,56 +335,6 @@ def thin_out(points: Sequence[Point], max_points: int = MAX_POINTS) -> Sequence[
     return kept
 
 
-def bar_chart(bars: Sequence[Bar], title: str) -> str:
-    """Draw horizontal bars, one below another, with names on the left and values on the right."""
-    width = WIDE[0]
-    names_width = max((_text_width(bar.name) for bar in bars), default=0)
-    left = min(names_width, width * MAX_NAMES_SHARE) + 12
-    texts_width = max((_text_width(bar.text) for bar in bars), default=0)
-    room = width - left - texts_width - 12
-    longest = max((bar.value for bar in bars), default=0) or 1
-    parts = []
-    for number, bar in enumerate(bars):
-        y = 24 * number + 12
-        length = room * bar.value / longest
-        name = bar.name
-        num_chars = max(2, int((left - 12) / CHARACTER_WIDTH))
-        if len(name) > num_chars:
-            # The end of a path distinguishes it.
-            name = f"…{name[1 - num_chars :]}"
-        parts.append(_text_element(left - 8, y + 13, name, "end"))
-        parts.append(_rectangle(left, y, length, 16, color_of(0)))
-        parts.append(_text_element(left + length + 6, y + 13, bar.text))
-    return _svg_document((width, 24 * len(bars) + 18), parts, title)
-
-
-def stacked_bar(parts: Sequence[Bar], title: str, *, limit: Bar | None = None) -> str:
-    """Draw the parts of a total as one horizontal bar with a legend, and a line at the limit."""
-    width = WIDE[0]
-    room = width - 40
-    longest = sum(part.value for part in parts)
-    if limit is not None:
-        longest = max(longest, limit.value)
-    longest = longest or 1
-    elements = []
-    x = 20.0
-    for number, part in enumerate(parts):
-        color = color_of(number)
-        length = room * part.value / longest
-        legend_y = 74 + 18 * number
-        elements.append(_rectangle(x, 24, length, 28, color))
-        elements.append(_rectangle(20, legend_y, 12, 12, color))
-        elements.append(_text_element(40, legend_y + 11, f"{part.name}: {part.text}"))
-        x += length
-    if limit is not None:
-        mark = 20 + room * limit.value / longest
-        # The text stays inside of the picture.
-        anchor = "end" if mark > width / 2 else "start"
-        elements.append(f'<path d="M{mark:.1f},18 V58" stroke="currentColor" stroke-width="2"/>')
-        elements.append(_text_element(mark, 13, f"{limit.name} {limit.text}", anchor))
-    return _svg_document((width, 80 + 18 * len(parts)), elements, title)
-
-
 def shard_map_svg(shape: Sequence[int], boxes: Sequence[Box], title: str) -> str:
     """Draw a matrix [rows, columns] cut into shards, from the box of each device."""
     width, height = SMALL
@@ -408,13 +360,6 @@ def shard_map_svg(shape: Sequence[int], boxes: Sequence[Box], title: str) -> str
     return _svg_document((width + 2, height + 2), parts, title)
 
 
-def _rectangle(x: float, y: float, width: float, height: float, color: str) -> str:
-    return (
-        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}"'
-        f' fill="{color}" fill-opacity="0.7"/>'
-    )
-
-
 def _text_element(x: float, y: float, text: str, anchor: str = "start") -> str:
     look = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="currentColor"'
     return f"<text {look}>{escape(text)}</text>"
@@ -438,7 +383,8 @@ def _centered_text(x: float, y: float, text: str, width: float) -> str:
 def _svg_document(size: tuple[int, int], parts: Iterable[str], title: str) -> str:
     width, height = size
     content = "\n".join(parts)
+    look = "chart wide" if size == WIDE else "chart"
     return (
-        f'<svg class="chart" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+        f'<svg class="{look}" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
         f' role="img"><title>{escape(title)}</title>\n{content}\n</svg>'
     )

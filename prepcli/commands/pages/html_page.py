@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from prepcli.commands.pages.charts import CHART_STYLE
+from prepcli.commands.pages.charts import CHART_STYLE, color_of
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import printable
 from prepcli.core.tables import Block, Cell, Table
@@ -34,6 +35,13 @@ td.n, th.n {{ text-align: right; white-space: nowrap; font-variant-numeric: tabu
 code {{ font-size: 13px }}
 .scroll {{ overflow-x: auto }}
 svg {{ max-width: 100%; height: auto; font: 12px system-ui, sans-serif }}
+.chip {{ display: inline-block; width: .8em; height: .8em; border-radius: .2em; margin-right: .4em }}
+.legend {{ display: flex; flex-wrap: wrap; gap: 0 1.5rem; margin: .2rem 0 }}
+.stack {{ display: flex; height: 1.8rem; position: relative; background: #8882 }}
+.stack i {{ height: 100%; opacity: .8 }}
+.stack b {{ position: absolute; top: -.3rem; bottom: -.3rem; border-right: 2px solid }}
+.bars td:last-child {{ width: 60% }}
+.bars i {{ display: block; height: 1.2rem; opacity: .8 }}
 {CHART_STYLE}"""
 
 
@@ -95,7 +103,7 @@ def html_blocks(blocks: Iterable[Block]) -> Iterator[str]:
     """Yield tables as tables, and each other block as a paragraph."""
     for block in blocks:
         if isinstance(block, Table):
-            yield from html_table(block.header, block.rows)
+            yield from html_table(block)
         elif block:
             yield f"<p>{escape(block)}</p>"
 
@@ -104,36 +112,81 @@ class Markup(str):
     """HTML of a cell. Other texts are escaped."""
 
 
-def html_table(
-    header: Sequence[str],
-    rows: Iterable[Sequence[Cell]],
-    *,
-    has_numbers: bool = True,
-    highlighted: Collection[int] = (),
-) -> Iterator[str]:
-    """Yield a table. A wide table scrolls on narrow screens.
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A bar: its name, its length, and the text of its value."""
+
+    name: str
+    value: float
+    text: str
+
+
+def chip(number: int) -> str:
+    """Return a square in the colour with this number, for the name of a curve or of a part."""
+    return f'<span class="chip" style="background:{color_of(number)}"></span>'
+
+
+def legend(texts: Sequence[str]) -> str:
+    """Return texts side by side, each after a square in its colour. They wrap on narrow screens."""
+    items = [f"<span>{chip(number)}{escape(text)}</span>" for number, text in enumerate(texts)]
+    return f'<p class="legend">{"".join(items)}</p>'
+
+
+def stacked_bar(parts: Sequence[Bar], title: str, *, limit: Bar | None = None) -> str:
+    """Draw the parts of a total side by side, as wide as the page, and a line at the limit."""
+    longest = sum(part.value for part in parts)
+    if limit is not None:
+        longest = max(longest, limit.value)
+    longest = longest or 1
+    elements: list[str] = []
+    for number, part in enumerate(parts):
+        share = f"width:{100 * part.value / longest:.2f}%;background:{color_of(number)}"
+        elements.append(f'<i style="{share}" title="{escape(f"{part.name}: {part.text}")}"></i>')
+    if limit is not None:
+        name = escape(f"{limit.name}: {limit.text}")
+        elements.append(f'<b style="left:{100 * limit.value / longest:.2f}%" title="{name}"></b>')
+    return f'<div class="stack" role="img" aria-label="{escape(title)}">{"".join(elements)}</div>'
+
+
+def bar_table(bars: Sequence[Bar], header: tuple[str, str]) -> Iterator[str]:
+    """Yield a table of bars: the name, the text of the value, and a bar of its length."""
+    longest = max((bar.value for bar in bars), default=0) or 1
+    rows: list[list[str]] = []
+    for bar in bars:
+        look = f"width:{100 * bar.value / longest:.2f}%;background:{color_of(0)}"
+        rows.append([bar.name, bar.text, Markup(f'<i style="{look}"></i>')])
+    yield '<div class="bars">'
+    yield from html_table(Table((*header, ""), rows, right_aligned=header[1:]))
+    yield "</div>"
+
+
+def html_table(table: Table, *, highlighted: Collection[int] = ()) -> Iterator[str]:
+    """Yield a table, with the right-aligned columns of a terminal. A wide table scrolls on narrow screens.
 
     Args:
-        header: Names of the columns.
-        rows: The cells.
-        has_numbers: Right-align all columns after the first.
+        table: The table. Its cells may be Markup.
         highlighted: Numbers of the rows with the class `changed`.
 
-    >>> "".join(html_table(["part", "bytes"], [["a < b", "1"]])).partition("</tr>")[2]
-    '<tr><td>a &lt; b</td><td class="n">1</td></tr></table></div>'
+    >>> parts = html_table(Table(["part", "bytes"], [["a < b", 1000]]))
+    >>> "".join(parts).partition("</tr>")[2]
+    '<tr><td>a &lt; b</td><td class="n">1,000</td></tr></table></div>'
     """
-    look = ' class="n"' if has_numbers else ""
+    looks: list[str] = []
+    for index, name in enumerate(table.header):
+        has_integers = all(isinstance(row[index], int) for row in table.rows)
+        is_right_aligned = name in table.right_aligned or (has_integers and bool(table.rows))
+        looks.append(' class="n"' if is_right_aligned else "")
 
     def cells(tag: str, values: Sequence[Cell]) -> str:
         elements: list[str] = []
-        for number, value in enumerate(values):
+        for look, value in zip(looks, values, strict=True):
             text = f"{value:,}" if isinstance(value, int) else value
             content = text if isinstance(text, Markup) else escape(text)
-            elements.append(f"<{tag}{look if number else ''}>{content}</{tag}>")
+            elements.append(f"<{tag}{look}>{content}</{tag}>")
         return "".join(elements)
 
-    yield f'<div class="scroll"><table><tr>{cells("th", header)}</tr>'
-    for number, row in enumerate(rows):
+    yield f'<div class="scroll"><table><tr>{cells("th", table.header)}</tr>'
+    for number, row in enumerate(table.rows):
         attribute = ' class="changed"' if number in highlighted else ""
         yield f"<tr{attribute}>{cells('td', row)}</tr>"
     yield "</table></div>"

@@ -6,12 +6,19 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
-from prepcli.commands.pages.charts import Bar, shard_map_svg, stacked_bar
-from prepcli.commands.pages.html_page import html_blocks, html_table, write_html_page
+from prepcli.commands.pages.charts import shard_map_svg
+from prepcli.commands.pages.html_page import (
+    Bar,
+    html_blocks,
+    html_table,
+    legend,
+    stacked_bar,
+    write_html_page,
+)
 from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.tables import Table
 from prepcli.formats.lock_file import Lock, encode_lock
@@ -101,16 +108,16 @@ def write_inspection_page(path: Path, page: InspectionPage) -> None:
 
 def _page_body(page: InspectionPage) -> Iterator[str]:
     yield f"<h1>{escape(page.name)}</h1>"
-    yield from html_table(["checkpoint", ""], page.facts)
+    yield from html_table(Table(["checkpoint", ""], page.facts))
     nbytes_of: Counter[str] = Counter()
     for entry in page.entries:
         nbytes_of[entry.dtype] += entry.nbytes
     yield "<h2>Bytes by dtype</h2>"
-    yield stacked_bar(_largest_parts(nbytes_of), "bytes of each dtype")
+    yield from _byte_shares(nbytes_of, "bytes of each dtype")
     if page.against is not None:
         yield f"<h2>Differences to {escape(page.against)}</h2>"
         if page.differences:
-            yield from _first_rows(["tensor", "first", "second"], page.differences)
+            yield from _first_rows(Table(["tensor", "first", "second"], page.differences))
         else:
             yield "<p>No difference in names, shapes and dtypes.</p>"
     if page.sharded is not None:
@@ -123,6 +130,13 @@ def _page_body(page: InspectionPage) -> Iterator[str]:
     yield from html_blocks([page.tree])
     yield "</div>"
     yield from _omitted_line(page.num_nodes)
+
+
+def _byte_shares(nbytes_of: Mapping[str, int], title: str) -> Iterator[str]:
+    """Yield a bar of the largest parts of a total, and their names and sizes."""
+    parts = _largest_parts(nbytes_of)
+    yield stacked_bar(parts, title)
+    yield legend([f"{part.name}: {part.text}" for part in parts])
 
 
 def _largest_parts(nbytes_of: Mapping[str, int]) -> list[Bar]:
@@ -150,7 +164,7 @@ def _device_section(sharded: ShardedModel) -> Iterator[str]:
     devices = count_text(mesh.n_devices, "device")
     yield f"<h2>Parameters on {devices}</h2>"
     yield f"<p>Mesh {escape(str(mesh))}. Each device holds {each} of {format_bytes(total)}.</p>"
-    yield stacked_bar(_largest_parts(nbytes_of), "bytes of the parameters on each device")
+    yield from _byte_shares(nbytes_of, "bytes of the parameters on each device")
     kinds = _leaf_kinds(sharded)
     rows: list[list[str]] = []
     for kind in kinds:
@@ -158,7 +172,8 @@ def _device_section(sharded: ShardedModel) -> Iterator[str]:
         shard = format_bytes(_shard_nbytes(kind.leaf, kind.spec))
         copies = str(num_replicas(kind.spec, mesh))
         rows.append([kind.title, shape, str(kind.spec), shard, copies])
-    yield from _first_rows(["leaf", "shape", "sharding", "per device", "copies"], rows)
+    header = ("leaf", "shape", "sharding", "per device", "copies")
+    yield from _first_rows(Table(header, rows, right_aligned=header[3:]))
     split = [kind for kind in kinds if max(kind.spec.shards_per_dim, default=1) > 1]
     if mesh.n_devices > MAX_DRAWN_DEVICES or not split:
         return
@@ -225,10 +240,10 @@ def _picture_dims(split_dims: Sequence[int], num_dims: int) -> tuple[int, int]:
     return down, across
 
 
-def _first_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield a table of the first rows, and the number of the other ones."""
-    yield from html_table(header, rows[:MAX_ROWS])
-    yield from _omitted_line(len(rows))
+def _first_rows(table: Table) -> Iterator[str]:
+    """Yield the first rows of a table, and the number of the other ones."""
+    yield from html_table(replace(table, rows=table.rows[:MAX_ROWS]))
+    yield from _omitted_line(len(table.rows))
 
 
 def _omitted_line(num_rows: int) -> Iterator[str]:
@@ -256,22 +271,22 @@ def _lock_body(lock: Lock) -> Iterator[str]:
         # The page shows which lock file it describes, as `sha256sum` prints it.
         ("SHA-256 of the lock file", hashlib.sha256(encode_lock(lock)).hexdigest()),
     ]
-    yield from html_table(["lock", ""], facts)
+    yield from html_table(Table(["lock", ""], facts))
     yield "<h2>Files</h2>"
-    rows: list[list[str]] = []
+    rows: list[list[str | int]] = []
     for name, file in lock.files.items():
-        rows.append([name, f"{file.bytes:,}", file.digest or "-"])
-    yield from html_table(["file", "bytes", "SHA-256"], rows)
+        rows.append([name, file.bytes, file.digest or "-"])
+    yield from html_table(Table(["file", "bytes", "SHA-256"], rows))
     yield "<h2>Tensors by dtype</h2>"
-    yield from html_table(["dtype", "tensors", "bytes"], _lock_dtype_rows(lock))
+    yield from html_table(Table(["dtype", "tensors", "bytes"], _lock_dtype_rows(lock)))
     yield "<p>The lock file has the XXH3-128 of each tensor.</p>"
 
 
-def _lock_dtype_rows(lock: Lock) -> Iterator[list[str]]:
-    """Yield dtype, number of tensors and bytes, the dtype with the most bytes first."""
+def _lock_dtype_rows(lock: Lock) -> list[list[str | int]]:
+    """Return dtype, number of tensors and bytes, the dtype with the most bytes first."""
     sizes: dict[str, list[int]] = {}
     for tensor in lock.tensors.values():
         nbytes = math.ceil(array_bits(tensor.dtype, tensor.shape) / 8)
         sizes.setdefault(tensor.dtype, []).append(nbytes)
-    for dtype in sorted(sizes, key=lambda name: -sum(sizes[name])):
-        yield [dtype, f"{len(sizes[dtype]):,}", f"{sum(sizes[dtype]):,}"]
+    by_size = sorted(sizes, key=lambda name: -sum(sizes[name]))
+    return [[dtype, len(sizes[dtype]), sum(sizes[dtype])] for dtype in by_size]

@@ -8,8 +8,17 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from prepcli.commands.pages.charts import Bar, Curve, line_chart, stacked_bar
-from prepcli.commands.pages.html_page import html_blocks, html_table, write_html_page
+from prepcli.commands.pages.charts import Curve, line_chart
+from prepcli.commands.pages.html_page import (
+    Bar,
+    Markup,
+    chip,
+    html_blocks,
+    html_table,
+    legend,
+    stacked_bar,
+    write_html_page,
+)
 from prepcli.core.errors import Key, Option, text
 from prepcli.core.formatting import count_text, format_bytes, format_duration
 from prepcli.core.tables import Block, Paragraph, Table
@@ -231,12 +240,15 @@ def _page_body(
     yield from html_blocks([*lines, advice])
     yield "<h2>Memory of one device</h2>"
     yield stacked_bar(parts, "memory of one device by part", limit=limit_bar)
-    memory_rows = [(part.name, part.text) for part in parts]
+    memory_rows: list[tuple[str, str]] = []
+    for number, part in enumerate(parts):
+        memory_rows.append((Markup(chip(number) + part.name), part.text))
     memory_rows.append(("peak", format_bytes(plan.memory.peak)))
-    yield from html_table(["part", "bytes"], memory_rows)
+    if limit_bar is not None:
+        memory_rows.append((f"memory of {limit_bar.name}", limit_bar.text))
+    yield from html_table(Table(["part", "bytes"], memory_rows, right_aligned=["bytes"]))
     yield "<h2>Memory by context length</h2>"
-    yield "<p>The peak in GiB by thousands of tokens per sequence.</p>"
-    yield _context_chart(plan, limit, replan)
+    yield from _context_chart(plan, limit, replan)
     yield "<h2>Devices</h2>"
     yield from html_blocks([kinds_table(plan, kinds)])
     yield "<h2>Operations of a step</h2>"
@@ -265,24 +277,28 @@ def _memory_parts(plan: TrainingPlan) -> list[Bar]:
     return [Bar(name, nbytes, format_bytes(nbytes)) for name, nbytes in parts.items()]
 
 
-def _context_chart(plan: TrainingPlan, limit: Accelerator | None, replan: Replan) -> str:
-    """Draw the peak by context length, and the memory of the device."""
+def _context_chart(plan: TrainingPlan, limit: Accelerator | None, replan: Replan) -> Iterator[str]:
+    """Yield a chart of the peak by context length, and of the memory of the device."""
     seq_length = plan.inputs.seq_length
     # A set, because short plans give equal lengths: for 256 tokens the factors 0.125, 0.25 and 0.5 all give 128.
     lengths = sorted({max(MIN_LENGTH, int(seq_length * factor)) for factor in LENGTH_FACTORS})
     peaks = []
     for length in lengths:
         peak = replan({"data.seq_length": length}).memory.peak
-        peaks.append((length / 1000, peak / GIB))
+        peaks.append((float(length), peak / GIB))
     curves = [Curve(name="peak", points=peaks, width=2.0)]
     if limit is not None:
         memory = limit.memory_nbytes / GIB
-        line = [(0.0, memory), (lengths[-1] / 1000, memory)]
+        line = [(0.0, memory), (float(lengths[-1]), memory)]
         name = f"memory of {limit.name}"
         curves.append(Curve(name=name, points=line, color=1, width=2.0))
-    return line_chart(
+    yield legend([curve.name for curve in curves])
+    yield line_chart(
         curves,
         "peak memory by context length",
-        marks=[(seq_length / 1000, "this plan")],
+        x_name="tokens per sequence",
+        y_name="GiB",
+        marks=[(seq_length, "this plan")],
         from_zero=True,
+        has_legend=False,
     )

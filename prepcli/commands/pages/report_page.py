@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TypedDict
 
-from prepcli.commands.pages.charts import SMALL, Curve, color_of, line_chart
-from prepcli.commands.pages.html_page import Markup, html_table, write_html_page
+from prepcli.commands.pages.charts import SMALL, Curve, line_chart
+from prepcli.commands.pages.html_page import Markup, chip, html_table, write_html_page
 from prepcli.core.formatting import count_text, format_bytes
+from prepcli.core.tables import Cell, Table
 from trainer.run.run_record import RunRecord, SavedSample
 from trainer.training.metrics import EVAL_PREFIX
 
@@ -37,7 +38,6 @@ STYLE = """
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 0 1.5rem }
 .charts .chart { width: 100% }
 .charts h3 { margin: 1rem 0 .2rem; font-size: 1rem }
-.chip { display: inline-block; width: .8em; height: .8em; border-radius: .2em; margin-right: .4em }
 .scroll td { min-width: 4.5rem }
 .scroll td + td:has(code) { overflow-wrap: anywhere }
 .sample { white-space: pre-wrap; overflow-wrap: anywhere }
@@ -117,19 +117,19 @@ def _page_body(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, str]]
         heading = ", ".join(names)
     yield f"<h1>{escape(heading)}</h1>"
     rows = [[label, *map(_cell_text, row.values())] for label, row in zip(labels, summaries)]
-    yield from _table(["run", *summaries[0]], rows)
+    yield from html_table(Table(["run", *summaries[0]], rows, right_aligned=[*summaries[0]]))
     yield "<h2>Curves</h2>"
     yield from _chart_sections(runs, names)
     yield from _samples_section(runs, labels)
     yield from _recipe_section(runs, labels)
     yield from _environment_section(runs, labels)
     yield "<h2>Checkpoints</h2>"
-    saved_rows: list[list[str]] = []
+    saved_rows: list[list[Cell]] = []
     for label, run in zip(labels, runs):
         for saved in run.checkpoints:
-            saved_rows.append([label, f"{saved.step:,}", format_bytes(saved.nbytes)])
+            saved_rows.append([label, saved.step, format_bytes(saved.nbytes)])
     if saved_rows:
-        yield from _table(["run", "step", "size"], saved_rows)
+        yield from html_table(Table(["run", "step", "size"], saved_rows, right_aligned=["size"]))
     else:
         yield "<p>No step is saved.</p>"
 
@@ -168,7 +168,8 @@ def _chart_sections(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator
         yield f"<section><h3>{escape(heading)}</h3>{svg}</section>"
     yield "</div>"
     if single_values:
-        yield from _table(["logged once", "run", "step", "value"], single_values)
+        header = ("logged once", "run", "step", "value")
+        yield from html_table(Table(header, single_values, right_aligned=header[2:]))
 
 
 def _other_headings(runs: Sequence[RunRecord]) -> dict[str, str]:
@@ -216,12 +217,12 @@ def _samples_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterat
 
 def _sample_table(samples: Sequence[Sequence[SavedSample]], labels: Sequence[str]) -> Iterator[str]:
     """Yield a table of the samples of each run."""
-    rows = []
+    rows: list[list[Cell]] = []
     for label, run_samples in zip(labels, samples):
         for sample in run_samples:
             text = Markup(f'<span class="sample">{escape(sample.text)}</span>')
-            rows.append([label, f"{sample.step:,}", text])
-    yield from _table(["run", "step", "text"], rows)
+            rows.append([label, sample.step, text])
+    yield from html_table(Table(["run", "step", "text"], rows))
 
 
 def _recipe_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:
@@ -234,13 +235,13 @@ def _recipe_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterato
         changed = changed_keys(runs)
         if changed:
             yield f"<p>{count_text(len(changed), 'key differs', 'keys differ')}.</p>"
-            yield from _table(header, _recipe_rows(runs, changed))
+            yield from html_table(Table(header, _recipe_rows(runs, changed)))
         else:
             yield "<p>No key differs.</p>"
     keys = _all_keys(run.recipe for run in runs)
     highlighted = {keys.index(key) for key in changed}
     yield f"<details><summary>All {count_text(len(keys), 'key')}</summary>"
-    yield from _table(header, _recipe_rows(runs, keys), highlighted=highlighted)
+    yield from html_table(Table(header, _recipe_rows(runs, keys)), highlighted=highlighted)
     yield "</details>"
 
 
@@ -285,7 +286,7 @@ def _value_table(
         rows.append([key.replace("_", " "), *cells])
         if len({*cells}) > 1:
             highlighted.add(number)
-    yield from _table(header, rows, highlighted=highlighted)
+    yield from html_table(Table(header, rows), highlighted=highlighted)
 
 
 def _all_keys(mappings: Iterable[Mapping[str, object]]) -> list[str]:
@@ -296,16 +297,9 @@ def _all_keys(mappings: Iterable[Mapping[str, object]]) -> list[str]:
     return list(keys)
 
 
-def _table(
-    header: Sequence[str], rows: Iterable[Sequence[str]], highlighted: Collection[int] = ()
-) -> Iterator[str]:
-    return html_table(header, rows, has_numbers=False, highlighted=highlighted)
-
-
 def _run_label(number: int, name: str) -> str:
     """Return the HTML of a run's name, preceded by a square in the colour of the run."""
-    chip = f'<span class="chip" style="background:{color_of(number)}"></span>'
-    return Markup(f"{chip}{escape(name)}")
+    return Markup(chip(number) + escape(name))
 
 
 def _code_element(text: str) -> str:

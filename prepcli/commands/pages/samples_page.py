@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 
 from prepcli.commands.pages.html_page import html_table, write_html_page
+from prepcli.core.tables import Table
 from trainer.data.sample_text import (
     COUNT_HEADER,
     SampleCounts,
@@ -50,10 +51,8 @@ def _page_body(
     # A column per data set: the usual one or two fit on a phone.
     first, *names = COUNT_HEADER
     columns = [count_cells(part, part_counts)[1:] for part, part_counts in counts.items()]
-    rows: list[list[str]] = []
-    for label, cells in zip(names, zip(*columns), strict=True):
-        rows.append([label, *(f"{cell:,}" for cell in cells if isinstance(cell, int))])
-    yield from html_table([first, *counts], rows)
+    rows = [[label, *cells] for label, cells in zip(names, zip(*columns), strict=True)]
+    yield from html_table(Table([first, *counts], rows))
     example = _marked_element("so", 0.5)
     yield f"<p>Tokens with loss are <mark>marked</mark>, with their weight if it is not 1: {example}.</p>"
     for part, part_samples in samples.items():

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import Array
+from jax import Array, lax, nn
 
-from bench.moe import dense_moe_mlp
 from prepcli.commands.testing.tiny_model import relative_error
 from prepcli.models.activation_memory import expert_block_length
 from prepcli.models.architecture import ArchConfig
@@ -22,8 +21,9 @@ from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.experts import ExpertSharding
+from trainer.nn.mlp import mlp_hidden
 from trainer.nn.moe import moe_mlp, route
-from trainer.nn.projections import MoeWeights
+from trainer.nn.projections import MoeWeights, linear
 from trainer.nn.token_chunks import over_token_chunks
 
 EXPERTS, D, F, SHARED = 5, 6, 7, 9
@@ -81,6 +81,28 @@ def with_optional_parts(inputs: tuple[Array, dict[str, Any]]) -> tuple[Array, di
     }
     shared = {"gate": normal(SHARED, D), "up": normal(SHARED, D), "down": normal(D, SHARED)}
     return x, {**weights, **added, "shared": shared, "shared_gate": normal(D)}
+
+
+def dense_moe_mlp(
+    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext
+) -> Array:
+    """Compute the weighted sum of each token's experts. Every expert computes every token, one expert at a time."""
+    routing = route(x, weights["router"], arch_config, ExpertSharding())
+    num_experts = len(weights["router"]["weight"])
+    selected = nn.one_hot(routing.experts, num_experts, axis=0)  # [experts, B, T, K]
+    experts = {name: projection for name, projection in weights.items() if name != "router"}
+
+    @jax.checkpoint
+    def weighted_expert(expert: Mapping[str, Any], token_weights: Array) -> Array:
+        output = linear(mlp_hidden(x, expert, arch_config), expert["down"])
+        return (output * token_weights[..., None]).astype(x.dtype)
+
+    def add_expert(total: Array, expert: tuple[Mapping[str, Any], Array]) -> tuple[Array, None]:
+        return total + weighted_expert(*expert), None
+
+    token_weights = (routing.weights * selected).sum(-1)
+    output, _ = lax.scan(add_expert, jnp.zeros_like(x), (experts, token_weights))
+    return output
 
 
 ROUTINGS = ("random", "unused expert", "one expert", "ties", "padding")

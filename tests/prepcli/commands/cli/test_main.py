@@ -108,6 +108,16 @@ def test_help_fits_in_80_columns(
     assert max(map(len, text.splitlines())) <= 80
 
 
+def listed_commands(text: str) -> dict[str, dict[str, str]]:
+    """Return the summaries of the commands in a help text, by section and name."""
+    sections: dict[str, dict[str, str]] = {}
+    for block in text.split("\n\n"):
+        title, *lines = block.splitlines()
+        if title.endswith(":") and title != "Options:":
+            sections[title[:-1]] = dict(line.strip().split(maxsplit=1) for line in lines)
+    return sections
+
+
 @pytest.mark.parametrize(
     "args", [["--help"], ["launch", "--help"], ["map", "--help"]], ids=" ".join
 )
@@ -115,17 +125,37 @@ def test_help_cuts_no_summary_of_a_command(
     args: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(args) == 0
-    summaries = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
+    sections = listed_commands(capsys.readouterr().out)
+    summaries = [summary for section in sections.values() for summary in section.values()]
     assert summaries
-    assert [line for line in summaries if not line.endswith(".") or line.endswith("...")] == []
+    assert [each for each in summaries if not each.endswith(".") or each.endswith("...")] == []
 
 
-def test_help_lists_groups_after_related_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command_in_one_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    lines = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
-    names = [line.split()[0] for line in lines]
-    assert names[names.index("inspect") + 1] == "map"
-    assert names[names.index("train") + 1] == "launch"
+    sections = listed_commands(capsys.readouterr().out)
+    assert list(sections) == ["Convert", "Check", "Train and use", "Launch", "Look up"]
+    names = [name for section in sections.values() for name in section]
+    assert sorted(names) == sorted({words[0] for words in COMMAND_WORDS})
+    assert "map" in sections["Convert"]
+    assert list(sections["Launch"]) == ["launch"]
+
+
+@pytest.mark.parametrize(
+    "args", [["train"], ["launch", "slurm"], ["map", "suggest"], []], ids=" ".join
+)
+def test_help_of_a_command_equals_its_option(
+    args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*args, "--help"]) == 0
+    expected = capsys.readouterr().out
+    assert main(["help", *args]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_help_of_a_command_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "help", "slurm"]) == 0
+    assert capsys.readouterr().out.startswith("Usage: prep launch slurm")
 
 
 @pytest.mark.parametrize("args", COMMAND_WORDS, ids=" ".join)
@@ -166,8 +196,7 @@ def test_no_command_is_a_usage_error_with_help() -> None:
     [
         (["modles"], "error: unknown command `modles`\n hint: did you mean `models`?\n"),
         (["zzz"], "error: unknown command `zzz`\n hint: `prep --help`\n"),
-        (["help"], "error: unknown command `help`\n hint: `prep --help`\n"),
-        (["help", "train"], "error: unknown command `help`\n hint: `prep train --help`\n"),
+        (["help", "zzz"], "error: unknown command `zzz`\n hint: `prep --help`\n"),
         (["finetune"], "error: unknown command `finetune`\n hint: did you mean `train`?\n"),
         (["launch", "slrm"], "error: unknown command `slrm`\n hint: did you mean `slurm`?\n"),
         (["launch", "zzz"], "error: unknown command `zzz`\n hint: `prep launch --help`\n"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,11 @@ def test_save_init_checks_positional_arguments(arguments: tuple[Any, ...]):
 def test_inspect_checks_its_arguments(model: Path):
     with pytest.raises(prep.UsageError, match="invalid `offline='yes'`"):
         prep.inspect(model, offline="yes")  # pyright: ignore[reportArgumentType]
+
+
+def test_errors_show_no_frames_inside_of_prep(tmp_path: Path) -> None:
+    with pytest.raises(prep.PrepError) as caught:
+        prep.inspect(tmp_path / "missing")
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    # The call, and the function that checks the arguments of every operation.
+    assert [Path(frame.filename).name for frame in frames] == [Path(__file__).name, "operation.py"]

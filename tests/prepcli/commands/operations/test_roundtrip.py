@@ -31,6 +31,7 @@ from tests.helpers.run_cli import run_failing, run_json
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, same_bits
 from tests.helpers.tiny_configs import T5
 from tests.helpers.towers import write_model
+from tests.helpers.trainer_checkpoints import make_trainer_checkpoint
 from tests.helpers.training_folder import write_tokenizer
 
 
@@ -73,6 +74,18 @@ def test_every_way_ends_in_the_tensors_of_the_model(model: Path, monkeypatch: py
     for tensors in ends:
         assert tensors.keys() == expected.keys()
         assert all(same_bits(tensors[name], expected[name]) for name in expected)
+
+
+def test_training_state_beside_a_model_is_no_difference(tmp_path: Path):
+    make_trainer_checkpoint(tmp_path / "checkpoint-400", 400)
+    init = tmp_path / "init"
+    prep.save_init(tmp_path / "checkpoint-400", init, training_state=True)
+    exported = tmp_path / "exported"
+    prep.export(init, exported, training_state=True)
+    assert (exported / "scheduler.pt").exists()
+    for source in (tmp_path / "checkpoint-400", exported):
+        certificate = prep.roundtrip(source, tmp_path / f"{source.name}.json", layout=["easylm"])
+        assert [way.status for way in certificate.ways] == ["equal"]
 
 
 def test_certificate_has_counts_and_digests_of_the_model(model: Path):

@@ -16,11 +16,8 @@ from prepcli.commands.pages.charts import (
     MAX_DOTS,
     SMALL,
     WIDE,
-    Bar,
     Curve,
-    bar_chart,
     line_chart,
-    stacked_bar,
     thin_out,
 )
 
@@ -43,14 +40,22 @@ def texts_of(svg: str) -> list[str]:
 
 def test_axes_have_round_ticks():
     svg = small_chart([(1, 2.31), (480, 5.9)])
-    assert texts_of(svg) == ["2", "3", "4", "5", "6", "100", "200", "300", "400"]
+    assert texts_of(svg) == ["step", "2", "3", "4", "5", "6", "100", "200", "300", "400"]
     small = small_chart([(10_000, 1e-5), (50_000, 3e-5)])
     assert texts_of(small)[-5:] == ["10k", "20k", "30k", "40k", "50k"]
-    assert texts_of(small)[:2] == ["1.0e-05", "1.5e-05"]
+    assert texts_of(small)[1:3] == ["1.0e-05", "1.5e-05"]
+
+
+def test_names_of_axes_are_above_and_below_the_plot():
+    root = ElementTree.fromstring(
+        line_chart([Curve(name="a", points=[(0, 1.0), (9, 2.0)])], "x", x_name="s", y_name="GiB")
+    )
+    y_of = {element.text: float(element.get("y", "nan")) for element in root.iter("text")}
+    assert y_of["GiB"] < y_of["2.0"] < y_of["1.0"] < y_of["0"] < y_of["s"] < WIDE[1]
 
 
 def test_chart_of_one_step_labels_it():
-    assert texts_of(small_chart([(7, 0.0)])) == ["0", "7"]
+    assert texts_of(small_chart([(7, 0.0)])) == ["step", "0", "7"]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +68,7 @@ def test_single_point_is_drawn_as_a_dot(points: list[tuple[int, float]], is_draw
 
 def test_steps_set_the_x_axis():
     svg = small_chart([(7, 2.0), (9, 2.0)], x_range=(0, 40))
-    assert texts_of(svg) == ["2", "0", "10", "20", "30", "40"]
+    assert texts_of(svg) == ["step", "2", "0", "10", "20", "30", "40"]
     assert f'points="{52 + 356 * 7 / 40:.1f},' in svg
 
 
@@ -128,39 +133,6 @@ def test_thin_out_keeps_extremes_and_order():
     assert thin_out(points[:100], 100) == points[:100]
 
 
-def widths_of_bar(svg: str) -> list[float]:
-    """Return the widths of the parts of a stacked bar, without the squares of the legend."""
-    return [
-        float(width)
-        for width, height in re.findall(r'width="([\d.]+)" height="(\d+)" fill', svg)
-        if height == "28"
-    ]
-
-
-def test_stacked_bar_is_proportional_and_has_a_legend():
-    svg = stacked_bar([Bar("a & b", 1, "1 MiB"), Bar("c", 3, "3 MiB")], "memory")
-    ElementTree.fromstring(svg)
-    first, second = widths_of_bar(svg)
-    assert second == 3 * first
-    assert first + second == WIDE[0] - 40
-    assert "a &amp; b: 1 MiB" in svg
-
-
-def test_stacked_bar_marks_a_limit_beyond_or_within_the_bar():
-    parts = [Bar("a", 2, "2")]
-    assert (
-        sum(widths_of_bar(stacked_bar(parts, "x", limit=Bar("limit", 4, "4"))))
-        == (WIDE[0] - 40) / 2
-    )
-    assert sum(widths_of_bar(stacked_bar(parts, "x", limit=Bar("limit", 1, "1")))) == WIDE[0] - 40
-    assert ">limit 4<" in stacked_bar(parts, "x", limit=Bar("limit", 4, "4"))
-
-
-def test_stacked_bar_of_nothing_is_valid():
-    (title,) = ElementTree.fromstring(stacked_bar([], "x"))
-    assert (title.tag, title.text) == ("title", "x")
-
-
 def test_legend_has_a_piece_of_the_line_before_each_name():
     curves = [
         Curve(name="peak", points=[(0, 1.0), (2, 3.0)]),
@@ -194,10 +166,3 @@ def test_texts_at_the_borders_are_not_cut():
     root = ElementTree.fromstring(svg)
     (mark,) = [e for e in root.iter("text") if (e.text or "").startswith("the last")]
     assert (mark.get("text-anchor"), mark.get("x")) == ("end", f"{WIDE[0]:.1f}")
-    names = ["x" * 30, "model.layers.0." + "y" * 200]
-    bars = [Bar(name, 1.0, "1,234.5 MiB of memory") for name in names]
-    shown = texts_of(bar_chart(bars, "memory"))
-    assert shown[0] == names[0]
-    assert shown[2].startswith("…y")
-    # About 6 pixels a character: name, bar and value fit the width.
-    assert len(shown[2]) * 6 < WIDE[0] / 2

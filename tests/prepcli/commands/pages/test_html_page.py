@@ -3,17 +3,59 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from prepcli.commands.pages.html_page import STYLE, html_table, write_html_page
+from prepcli.commands.pages.html_page import (
+    STYLE,
+    Bar,
+    bar_table,
+    html_table,
+    stacked_bar,
+    write_html_page,
+)
 from prepcli.core.errors import PrepError
+from prepcli.core.tables import Table
 
 
 def test_html_table_escapes_texts_and_aligns_numbers():
-    table = "".join(html_table(["part", "bytes"], [("<a>", "1")]))
-    assert '<tr><td>&lt;a&gt;</td><td class="n">1</td></tr>' in table
+    rows = [("<a>", "1 B", "x", 2000), ("b", "2 B", "y", 3)]
+    table = "".join(html_table(Table(["part", "bytes", "why", "count"], rows, ["bytes"])))
+    cells = '<td>&lt;a&gt;</td><td class="n">1 B</td><td>x</td><td class="n">2,000</td>'
+    assert f"<tr>{cells}</tr>" in table
+
+
+def shares_of(html: str, tag: str = "i") -> list[float]:
+    """Return the widths of the parts of a bar, or the places of its lines, in percent."""
+    return [float(share) for share in re.findall(rf'<{tag} style="(?:width|left):([\d.]+)%', html)]
+
+
+def test_stacked_bar_is_proportional_and_names_its_parts():
+    html = stacked_bar([Bar("a & b", 1, "1 MiB"), Bar("c", 3, "3 MiB")], "memory")
+    assert shares_of(html) == [25, 75]
+    assert 'title="a &amp; b: 1 MiB"' in html
+    assert 'aria-label="memory"' in html
+
+
+@pytest.mark.parametrize(("limit", "width", "place"), [(4, 50, 100), (1, 100, 50)])
+def test_stacked_bar_marks_a_limit(limit: int, width: float, place: float):
+    html = stacked_bar([Bar("a", 2, "2")], "x", limit=Bar("limit", limit, str(limit)))
+    assert (shares_of(html), shares_of(html, "b")) == ([width], [place])
+    assert f'title="limit: {limit}"' in html
+
+
+def test_bars_of_nothing_are_valid():
+    assert shares_of(stacked_bar([], "x")) == []
+    assert shares_of("".join(bar_table([Bar("a", 0, "0")], ("part", "bytes")))) == [0]
+
+
+def test_bar_table_has_names_values_and_bars():
+    bars = [Bar("<a>", 1, "1 B"), Bar("b", 2, "2 B")]
+    html = "".join(bar_table(bars, ("part", "bytes")))
+    assert shares_of(html) == [50, 100]
+    assert '<td>&lt;a&gt;</td><td class="n">1 B</td>' in html
 
 
 def test_html_page_escapes_its_title(tmp_path: Path):
@@ -32,7 +74,7 @@ def test_html_page_reports_unwritable_files(tmp_path: Path):
 def test_html_page_escapes_control_characters(tmp_path: Path):
     names = "a\x1b[2J\0\x9b\u202e\udcff"
     write_html_page(
-        tmp_path / "page.html", names, ["\n", *html_table([names, "n"], [[names, "1"]])]
+        tmp_path / "page.html", names, ["\n", *html_table(Table([names, "n"], [[names, "1"]]))]
     )
     page = (tmp_path / "page.html").read_text()
     assert page.count("a\\x1b[2J\\x00\\x9b\\u202e\\udcff") == 3
@@ -88,6 +130,6 @@ def test_html_page_follows_links_of_parent_folders(tmp_path: Path):
 
 
 def test_wide_tables_scroll_and_not_the_page():
-    table = "".join(html_table(["part", "bytes"], [("x" * 500, "1")]))
+    table = "".join(html_table(Table(["part", "bytes"], [("x" * 500, "1")])))
     assert table.startswith('<div class="scroll"><table>')
     assert ".scroll { overflow-x: auto }" in STYLE

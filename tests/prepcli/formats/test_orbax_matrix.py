@@ -1,4 +1,4 @@
-"""Storage forms of Orbax items in `bench.orbax_matrix`: each is read bit for bit, or refused with a reason."""
+"""Storage forms of Orbax items: each is read bit for bit, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("orbax.checkpoint")
 
-from bench.orbax_matrix import EQUAL, FormResult, run_matrix
+from tests.helpers.orbax_matrix import EQUAL, FormResult, run_matrix
 
 REFUSED_FORMS = {
     *("zarr2-files-bz2", "zarr2-files-f-order", "zarr2-files-slash-keys", "zarr2-files-big-endian"),

@@ -1,10 +1,10 @@
 """Write Orbax items in many storage forms with Orbax and TensorStore, and the bits of each leaf.
 
-    python -m bench.orbax_items FOLDER [PATTERN]
+    python -m tests.helpers.orbax_item_forms FOLDER [PATTERN]
 
 Writes FOLDER/NAME for each form with a name that matches the pattern, and to FOLDER/expected.json the dtype, shape and
 bits (hexadecimal) of its leaves. It is a process of its own, because eight CPU devices are set before JAX is imported.
-`bench.orbax_matrix` reads the items.
+`tests.helpers.orbax_matrix` reads the items.
 """
 
 from __future__ import annotations

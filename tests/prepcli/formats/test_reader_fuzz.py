@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.reader_fuzz import (
+from tests.helpers.reader_fuzz import (
     BUG,
     FORMATS,
     SIGNAL,

@@ -1,16 +1,13 @@
-"""Which storage forms of Orbax items does prep read?
+"""Storage forms of Orbax items, and what each command makes of them.
 
-    python -m bench.orbax_matrix --work FOLDER [--only PATTERN]
-
-`bench.orbax_items` writes the items with Orbax and TensorStore. prep inspects names, shapes and dtypes of each item,
-verifies its values against a safetensors file of the expected bits, reshards it to an item that Orbax restores, and
-loads its arrays. A form is `equal` if every command finds the expected bits. It is `refused` if every command ends with
-an error. The exit code is 1 for any other result. Needs the `parity` extra.
+`tests.helpers.orbax_item_forms` writes the items with Orbax and TensorStore. prep inspects names, shapes and dtypes of
+each item, verifies its values against a safetensors file of the expected bits, reshards it to an item that Orbax
+restores, and loads its arrays. A form is `equal` if every command finds the expected bits. It is `refused` if every
+command ends with an error. Needs the `parity` extra.
 """
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import json
 import shutil
@@ -27,7 +24,6 @@ import safetensors.numpy
 
 import prepcli as prep
 from prepcli.core.errors import PrepError
-from prepcli.core.tables import format_table
 
 EQUAL = "equal"
 WRONG = "WRONG"
@@ -153,36 +149,10 @@ def run_matrix(work: Path, pattern: str) -> list[FormResult]:
     items = work / "items"
     if not (items / "expected.json").exists():
         shutil.rmtree(items, ignore_errors=True)
-        command = [sys.executable, "-m", "bench.orbax_items", str(items), pattern]
+        command = [sys.executable, "-m", "tests.helpers.orbax_item_forms", str(items), pattern]
         subprocess.run(command, check=True, capture_output=True)
     expected = json.loads((items / "expected.json").read_text())
     results: list[FormResult] = []
     for name in fnmatch.filter(expected, pattern):
         results.append(check_form(name, items / name, expected[name], work))
     return results
-
-
-def print_table(results: Sequence[FormResult], width: int) -> None:
-    """Print one row per form, and the number of forms by verdict."""
-    rows = [(result.name, result.verdict, result.reason) for result in results]
-    print(format_table(rows, ("form", "result", "why"), width=width, wrapped=["why"]))
-    for verdict in dict.fromkeys(result.verdict for result in results):
-        count = sum(result.verdict == verdict for result in results)
-        print(f"{verdict}: {count} of {len(results)}")
-
-
-def main() -> int:
-    """Parse the arguments, and print the table."""
-    parser = argparse.ArgumentParser(description="Read Orbax items in many storage forms.")
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--only", default="*", help="pattern of the names of forms")
-    parser.add_argument("--width", type=int, default=120)
-    arguments = parser.parse_args()
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    results = run_matrix(arguments.work.absolute(), arguments.only)
-    print_table(results, arguments.width)
-    return int(any(result.verdict not in (EQUAL, "refused") for result in results))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,13 +1,10 @@
-"""Read mutated data files with every reader: an error, or data, but never a signal, a hang or much memory.
+"""Read mutated data files with every reader, in child processes: an error, or data, never a signal or a hang.
 
-    python -m bench.reader_fuzz --mutations 10000 [--format arrow-stream] [--seed 0]
+    python -m tests.helpers.reader_fuzz NAME FOLDER FIRST END        # the child: reads the mutations of some seeds
 
-A row has the outcomes of a format: errors with a message, data equal to that of the original file, other data, errors
-of other types (bugs), signals, hangs, and the peak resident memory of the processes that read. Only the files of gzip
-and zstd have checksums. Readers of the other formats cannot tell other data from a mutation.
-
-The files are read in a child process, which is started again after a signal. A mutation that takes more than 10 minutes
-is a hang.
+An outcome is an error with a message, data equal to that of the original file, other data, an error of another type (a
+bug), a signal, or a hang of more than 10 minutes. Only the files of gzip and zstd have checksums. Readers of the other
+formats cannot tell other data from a mutation. The child is started again after a signal.
 """
 
 from __future__ import annotations
@@ -39,7 +36,6 @@ import xxhash
 import zstandard
 
 from prepcli.core.errors import PrepError
-from prepcli.core.tables import format_table
 from prepcli.engine.blobs import DerivedArrays
 from prepcli.formats.gguf import GgufArray, read_gguf_header
 from prepcli.formats.safetensors import read_safetensors_header
@@ -56,7 +52,7 @@ from trainer.data.readers.reader import IdsChunk, ReadOptions, Record, TextChunk
 from trainer.recipe.text_fields import FileType
 
 # A checkpoint of two ranks.
-DCP_FOLDER = Path(__file__).parents[1] / "tests" / "golden" / "torch_dcp"
+DCP_FOLDER = Path(__file__).parents[1] / "golden" / "torch_dcp"
 N_ROWS = 40
 MIB = 1 << 20
 HANG_S = 600.0
@@ -517,7 +513,7 @@ def fuzz_format(name: str, mutations: int, *, seed: int = 0) -> Result:
     done = 0
     while done < mutations:
         with tempfile.TemporaryDirectory(prefix="prep-fuzz-") as folder:
-            command = [sys.executable, "-m", "bench.reader_fuzz", "--child", name, folder]
+            command = [sys.executable, "-m", "tests.helpers.reader_fuzz", name, folder]
             command += [str(seed + done), str(seed + mutations)]
             child = subprocess.Popen(command, stdout=subprocess.PIPE)
             done += collect(child, result, name, seed + done)
@@ -561,38 +557,15 @@ def collect(child: subprocess.Popen[bytes], result: Result, name: str, first: in
     return len(outcomes) + 1
 
 
-def table_row(name: str, mutations: int, result: Result) -> list[str]:
-    """Return the row of a format."""
-    counts = [f"{result.counts[outcome]:,}" for outcome in OUTCOMES]
-    return [name, f"{mutations:,}", *counts, f"{result.peak_nbytes / MIB:,.0f}"]
-
-
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--mutations", type=int, default=1000)
-    parser.add_argument("--format", choices=[*FORMATS], action="append")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--child", nargs=4, metavar=("NAME", "FOLDER", "FIRST", "END"), help=argparse.SUPPRESS
-    )
-    options = parser.parse_args()
-    if options.child:
-        name, folder, first, end = options.child
-        run_child(name, Path(folder), int(first), int(end))
-        return
-    rows: list[list[str]] = []
-    faults: list[str] = []
-    for name in options.format or FORMATS:
-        result = fuzz_format(name, options.mutations, seed=options.seed)
-        rows.append(table_row(name, options.mutations, result))
-        faults += result.faults
-        print("  ".join(rows[-1]), file=sys.stderr, flush=True)
-    header = ("format", "mutations", *OUTCOMES, "peak MiB")
-    print(format_table(rows, header, right_aligned=header[1:]))
-    print("\n".join(faults))
+    """Read the mutations of some seeds as a child process."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name", choices=FORMATS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("first", type=int)
+    parser.add_argument("end", type=int)
+    arguments = parser.parse_args()
+    run_child(arguments.name, arguments.folder, arguments.first, arguments.end)
 
 
 if __name__ == "__main__":
