@@ -38,7 +38,8 @@ PAGES = [
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-GUIDES_FOLDER = ROOT / "docs" / "how-to"
+DOCS = ROOT / "docs"
+GUIDES_FOLDER = DOCS / "how-to"
 FAMILY_GUIDE = GUIDES_FOLDER / "add-a-family.md"
 FLAX_GUIDE = GUIDES_FOLDER / "flax.md"
 # The commands of add-a-family.md change the checkout, so test_add_a_family runs them in a copy. The script of the
@@ -46,7 +47,7 @@ FLAX_GUIDE = GUIDES_FOLDER / "flax.md"
 OWN_TESTS = (FAMILY_GUIDE, FLAX_GUIDE)
 GUIDES = [page for page in sorted(GUIDES_FOLDER.glob("*.md")) if page != FAMILY_GUIDE]
 # Pages that train or start processes for more than a few seconds.
-SLOW_PAGES = ()
+SLOW_PAGES = ("notebooks.md", "prove.md")
 # Of pages outside of the guides without a setup.
 DEFAULT_SETUP = "gpt-neo-1.3B text.txt"
 
@@ -137,7 +138,7 @@ def objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
 def copy_inputs(setup: Setup, folder: Path, objects: FakeObjectStore) -> None:
     """Copy the inputs of a page to its folder, and those of URLs to the store."""
     for name in setup.inputs:
-        scheme, is_url, key = name.partition("://")
+        _, is_url, key = name.partition("://")
         if not is_url:
             copy_input(name, folder)
             continue
@@ -169,6 +170,11 @@ def run_script(script: str, names: dict[str, object] | None = None) -> str:
     return printed.getvalue()
 
 
+def languages_of(page: Path) -> tuple[str, ...]:
+    """Return the languages of blocks that are run. The Python blocks of the reference are signatures."""
+    return ("console",) if page.parent.name == "reference" else ("console", "python")
+
+
 def run_page(page: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """Write the files of a page and run its commands and scripts, in their order. Return what the scripts print."""
     printed = ""
@@ -177,19 +183,20 @@ def run_page(page: Path, capsys: pytest.CaptureFixture[str]) -> str:
     for block in blocks(page):
         if file := block.file():
             Path(file).write_text(block.text)
-        elif not block.is_run:
+        elif not block.is_run or block.language not in languages_of(page):
             continue
         elif block.language == "console":
             for command, output in block.commands():
                 run_command(command, output, capsys)
-        elif block.language == "python":
+        else:
             printed += run_script(block.text, names)
     return printed
 
 
 def has_runs(page: Path) -> bool:
     """Return whether a page shows commands or scripts to run."""
-    return any(block.language in ("console", "python") for block in blocks(page) if block.is_run)
+    languages = languages_of(page)
+    return any(block.language in languages for block in blocks(page) if block.is_run)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +243,18 @@ def test_guide_states_its_setup_and_why_a_block_is_not_run(page: Path) -> None:
             assert not block.is_run, block.text
     outside = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert not re.search(r"\n\n    \S", outside), "an indented block is not run"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if DOCS in page.parents], ids=lambda page: page.name
+)
+def test_page_opens_with_its_readers(page: Path) -> None:
+    """The first sentence says who a page is for, and that of a guide what its readers have at the end."""
+    text = re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
+    first = text.partition("\n\n")[2].strip().partition("\n\n")[0]
+    assert re.search(r"\bfor\b", first, re.IGNORECASE), first
+    if page.parent == GUIDES_FOLDER:
+        assert re.match(r"For .*?: at\s+the\s+end\b", first), first
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -344,6 +363,22 @@ def test_links_and_files_in_the_text_exist(page: Path) -> None:
     files = re.findall(r"`((?:tests|trainer|docs|prepcli)/[\w/.]+)`", text)
     assert [path for path in links if not (page.parent / path).exists()] == []
     assert [path for path in files if not (ROOT / path).exists()] == []
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page, as the site makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    words = [
+        re.sub(r"[^\w\s-]", "", title.lower()) for title in re.findall(r"^#+ (.*)", text, re.M)
+    ]
+    return {re.sub(r"\s+", "-", title.strip()) for title in words}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_sections_reach_a_heading(page: Path) -> None:
+    for path, anchor in re.findall(r"\]\(([^)#:\s]*)#([\w-]+)\)", page.read_text()):
+        target = page.parent / path if path else page
+        assert anchor in anchors_of(target), f"{path}#{anchor}"
 
 
 def test_site_builds_without_a_message(tmp_path: Path) -> None:

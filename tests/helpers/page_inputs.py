@@ -15,14 +15,13 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK
 from tests.helpers.adapters import make_adapter
 from tests.helpers.foreign_names import write_foreign_folder
+from tests.helpers.golden_inputs import copy_golden
 from tests.helpers.pickle_builder import make_torch_file
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors
 from tests.helpers.tokenizer_folders import write_model
 from tests.helpers.trainer_checkpoints import make_trainer_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
-
-TEXT = " ".join(WORDS * 4)
 
 
 def _prep(*words: str | Path) -> None:
@@ -36,8 +35,11 @@ def _gpt_neo(path: Path) -> None:
 
 
 def _torch_files(path: Path) -> None:
-    tensors = make_checkpoint(path, GPT_NEO, vocab_size=257, hidden_size=64, num_heads=8)
-    (path / "model.safetensors").unlink()
+    path.mkdir()
+    with tempfile.TemporaryDirectory() as work:
+        model = Path(work, "model")
+        tensors = make_checkpoint(model, GPT_NEO, vocab_size=257, hidden_size=64, num_heads=8)
+        shutil.copy(model / "config.json", path)
     (path / "pytorch_model.bin").write_bytes(make_torch_file(tensors))
 
 
@@ -53,19 +55,17 @@ def _new_model(path: Path) -> None:
 
 
 def _easylm_streams(path: Path) -> None:
-    """Write streams of EasyLM without a config."""
-    with tempfile.TemporaryDirectory() as work:
-        _llama(Path(work, "model"))
-        _prep("export", Path(work, "model"), "--layout", "easylm", "--out", Path(work, "easylm"))
-        path.mkdir(parents=True)
-        shutil.copy(Path(work, "easylm", "streaming_params"), path)
+    """Write streams of EasyLM without a config. `llama-7b` has it."""
+    path.mkdir()
+    copy_golden(path / "streaming_params", "flax/llama/streaming_params")
+    copy_golden(path / "streaming_train_state_1000", "flax/llama/streaming_train_state")
 
 
 def _redco_item(path: Path) -> None:
     """Write an item of Orbax without a manifest and a config."""
     with tempfile.TemporaryDirectory() as work:
         _gpt_neo(Path(work, "model"))
-        _prep("save-init", Path(work, "model"), "--pad-vocab", "8", "--out", Path(work, "init"))
+        _prep("save-init", Path(work, "model"), "--out", Path(work, "init"))
         ours = ("hf", "prep-manifest.json", "prep-checksums.bin")
         shutil.copytree(Path(work, "init"), path, ignore=shutil.ignore_patterns(*ours))
 
@@ -92,18 +92,18 @@ def _gguf(path: Path) -> None:
 
 
 def _jsonl(path: Path) -> None:
-    path.write_text("".join(json.dumps({"text": TEXT}) + "\n" for _ in range(2)))
+    path.write_text("".join(json.dumps({"text": " ".join(WORDS * 4)}) + "\n" for _ in range(2)))
 
 
-def _text(path: Path) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(TEXT)
+def _text(path: Path, repeats: int = 4) -> None:
+    path.write_text(" ".join(WORDS * repeats))
 
 
 # Writers of the inputs, by their paths in the folder of a page.
 INPUTS: dict[str, Callable[[Path], object]] = {
     "gpt-neo-1.3B": _gpt_neo,
     "gpt-neo-1.3B-bin": _torch_files,
+    "llama-7b": lambda path: copy_golden(path, "flax/llama/hf"),
     "llama-13b": _llama,
     "llama-13b-fp8": lambda path: make_quantized(path, "fp8", base=LLAMA | {"vocab_size": 256}),
     "llama-13b-Q4_K_M.gguf": _gguf,
@@ -119,7 +119,7 @@ INPUTS: dict[str, Callable[[Path], object]] = {
     "runs/tuned": _step_of_a_run,
     "text.txt": _text,
     "validation.txt": _text,
-    "data/text.txt": _text,
+    "data/text.txt": lambda path: _text(path, repeats=40),
     "test.jsonl": _jsonl,
 }
 
