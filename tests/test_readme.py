@@ -70,7 +70,7 @@ class Block:
 
     def commands(self) -> Iterator[tuple[str, str]]:
         """Yield each command line of a console block, with the output shown below it."""
-        for part in self.text.split("$ ")[1:]:
+        for part in self.text.replace("\\\n", " ").split("$ ")[1:]:
             command, _, output = part.partition("\n")
             yield command, output
 
@@ -254,7 +254,7 @@ def test_page_opens_with_its_readers(page: Path) -> None:
     first = text.partition("\n\n")[2].strip().partition("\n\n")[0]
     assert re.search(r"\bfor\b", first, re.IGNORECASE), first
     if page.parent == GUIDES_FOLDER:
-        assert re.match(r"For .*?: at\s+the\s+end\b", first), first
+        assert re.match(r"For .*?: at\s+the\s+end\b", first, re.DOTALL), first
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
