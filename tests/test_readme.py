@@ -381,6 +381,12 @@ def test_links_to_sections_reach_a_heading(page: Path) -> None:
         assert anchor in anchors_of(target), f"{path}#{anchor}"
 
 
+def test_each_measurement_has_its_date_and_commit() -> None:
+    _, *sections = (DOCS / "reference" / "measurements.md").read_text().split("\n## ")
+    for section in sections:
+        assert re.search(r"\b20\d\d-\d\d-\d\d, [0-9a-f]{8}\b", section), section.splitlines()[0]
+
+
 def test_site_builds_without_a_message(tmp_path: Path) -> None:
     """The site has no broken link. Needs the `docs` extra."""
     pytest.importorskip("material")
