@@ -42,9 +42,9 @@ DOCS = ROOT / "docs"
 GUIDES_FOLDER = DOCS / "how-to"
 FAMILY_GUIDE = GUIDES_FOLDER / "add-a-family.md"
 FLAX_GUIDE = GUIDES_FOLDER / "flax.md"
-# The commands of add-a-family.md change the checkout, so test_add_a_family runs them in a copy. The script of the
-# README and those of flax.md have tests below.
-OWN_TESTS = (FAMILY_GUIDE, FLAX_GUIDE)
+# Tests below compare what the scripts of these pages print.
+SCRIPTS_WITH_TESTS = (README, FLAX_GUIDE)
+# test_add_a_family runs the commands of FAMILY_GUIDE in a copy of the checkout, which they change.
 GUIDES = [page for page in sorted(GUIDES_FOLDER.glob("*.md")) if page != FAMILY_GUIDE]
 # Pages that train or start processes for more than a few seconds.
 SLOW_PAGES = ("notebooks.md", "prove.md")
@@ -172,7 +172,9 @@ def run_script(script: str, names: dict[str, object] | None = None) -> str:
 
 def languages_of(page: Path) -> tuple[str, ...]:
     """Return the languages of blocks that are run. The Python blocks of the reference are signatures."""
-    return ("console",) if page.parent.name == "reference" else ("console", "python")
+    if page in SCRIPTS_WITH_TESTS or page.parent.name == "reference":
+        return ("console",)
+    return ("console", "python")
 
 
 def run_page(page: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -202,7 +204,7 @@ def has_runs(page: Path) -> bool:
 @pytest.mark.parametrize(
     "page",
     slow_except(
-        [page for page in PAGES if has_runs(page) and page not in OWN_TESTS],
+        [page for page in PAGES if has_runs(page) and page != FAMILY_GUIDE],
         lambda page: page.name not in SLOW_PAGES,
     ),
     ids=lambda page: page.name,

@@ -13,7 +13,6 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK
-from tests.helpers.adapters import make_adapter
 from tests.helpers.foreign_names import write_foreign_folder
 from tests.helpers.golden_inputs import copy_golden
 from tests.helpers.pickle_builder import make_torch_file
@@ -110,9 +109,6 @@ INPUTS: dict[str, Callable[[Path], object]] = {
     "my-model": write_model,
     "new-model": _new_model,
     "own": _foreign,
-    "my-adapter": lambda path: make_adapter(
-        path, {"transformer.h.0.attn.attention.q_proj": (64, 64)}
-    ),
     "runs/7b": _easylm_streams,
     "ckpts/last": _redco_item,
     "out/checkpoint-400": lambda path: make_trainer_checkpoint(path, 400),
