@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -98,26 +98,13 @@ def write_files(page: Path, folder: Path) -> None:
             (folder / file).write_text(block.text)
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What a page needs before its first block.
+def inputs_of(page: Path) -> list[str]:
+    """Return the inputs in the comment `<!-- setup: NAME NAME -->` of a page.
 
-    Attributes:
-        inputs: Names of `tests.helpers.page_inputs`, or URLs of objects with such a name.
-        commands: Command lines.
+    They are names of `tests.helpers.page_inputs`, or URLs of objects with such a name.
     """
-
-    inputs: tuple[str, ...]
-    commands: tuple[str, ...]
-
-
-def setup_of(page: Path) -> Setup:
-    """Return the setup in the comment `<!-- setup: NAME NAME -->` of a page. Lines with `$ ` are commands."""
     comment = re.search(r"<!-- setup:(.*?)-->", page.read_text(), re.DOTALL)
-    lines = comment[1].splitlines() if comment else [DEFAULT_SETUP]
-    commands = tuple(line.removeprefix("$ ") for line in lines if line.startswith("$ "))
-    names = " ".join(line for line in lines if not line.startswith("$ "))
-    return Setup(tuple(names.split()), commands)
+    return (comment[1] if comment else DEFAULT_SETUP).split()
 
 
 @pytest.fixture
@@ -135,9 +122,9 @@ def objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
         yield store
 
 
-def copy_inputs(setup: Setup, folder: Path, objects: FakeObjectStore) -> None:
+def copy_inputs(names: Sequence[str], folder: Path, objects: FakeObjectStore) -> None:
     """Copy the inputs of a page to its folder, and those of URLs to the store."""
-    for name in setup.inputs:
+    for name in names:
         _, is_url, key = name.partition("://")
         if not is_url:
             copy_input(name, folder)
@@ -177,9 +164,8 @@ def languages_of(page: Path) -> tuple[str, ...]:
     return ("console", "python")
 
 
-def run_page(page: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Write the files of a page and run its commands and scripts, in their order. Return what the scripts print."""
-    printed = ""
+def run_page(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Write the files of a page and run its commands and scripts, in their order."""
     # Later scripts of a page use the names of earlier ones.
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(page):
@@ -191,8 +177,7 @@ def run_page(page: Path, capsys: pytest.CaptureFixture[str]) -> str:
             for command, output in block.commands():
                 run_command(command, output, capsys)
         else:
-            printed += run_script(block.text, names)
-    return printed
+            run_script(block.text, names)
 
 
 def has_runs(page: Path) -> bool:
@@ -216,10 +201,7 @@ def test_blocks_of_a_page_run_from_its_setup(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    setup = setup_of(page)
-    copy_inputs(setup, folder, objects)
-    for command in setup.commands:
-        run_command(command, "", capsys)
+    copy_inputs(inputs_of(page), folder, objects)
     install_display(monkeypatch)
     run_page(page, capsys)
 
