@@ -1,4 +1,4 @@
-"""README and docs: every command shown runs on tiny models; every command, option, link and file mentioned exists."""
+"""README and docs: every block shown runs on tiny models, and every command, option, link and file mentioned exists."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import io
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import tomllib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,15 +25,11 @@ from prepcli.commands.cli.docs_page import cli_page
 from prepcli.commands.cli.main import main
 from prepcli.commands.cli.root import COMMANDS, command_group
 from prepcli.commands.testing.checkpoints import read_checkpoint
-from tests.helpers.adapters import make_adapter
-from tests.helpers.foreign_names import write_foreign_folder
-from tests.helpers.pickle_builder import make_torch_file
-from tests.helpers.quantized_folders import make_quantized
+from prepcli.core.errors import OK, STOPPED
+from tests.helpers.object_server import FakeObjectStore, use_objects
+from tests.helpers.page_inputs import copy_input
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors
-from tests.helpers.tokenizer_folders import write_model
-from tests.helpers.trainer_checkpoints import make_trainer_checkpoint
-from tests.helpers.training_folder import WORDS, write_tokenizer
+from trainer.recipe.tables import KEY_SCHEMAS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -40,8 +39,18 @@ PAGES = [
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-# The commands of this page change the checkout, so test_add_a_family runs them in a copy.
-OWN_TEST = ROOT / "docs" / "how-to" / "add-a-family.md"
+DOCS = ROOT / "docs"
+GUIDES_FOLDER = DOCS / "how-to"
+FAMILY_GUIDE = GUIDES_FOLDER / "add-a-family.md"
+FLAX_GUIDE = GUIDES_FOLDER / "flax.md"
+# Tests below compare what the scripts of these pages print.
+SCRIPTS_WITH_TESTS = (README, FLAX_GUIDE)
+# test_add_a_family runs the commands of FAMILY_GUIDE in a copy of the checkout, which they change.
+GUIDES = [page for page in sorted(GUIDES_FOLDER.glob("*.md")) if page != FAMILY_GUIDE]
+# Pages that train or start processes for more than a few seconds.
+SLOW_PAGES = ("notebooks.md", "prove.md")
+# The setup of pages without one, outside of the guides.
+DEFAULT_SETUP = "gpt-neo-1.3B text.txt"
 
 
 @dataclass(frozen=True)
@@ -52,132 +61,217 @@ class Block:
         language: Language of the block.
         title: Name of a file with the text, or "".
         text: The text.
+        is_run: Whether no comment above says why the block is not run.
     """
 
     language: str
     title: str
     text: str
+    is_run: bool = True
 
     def commands(self) -> Iterator[tuple[str, str]]:
         """Yield each command line of a console block, with the output shown below it."""
-        for part in self.text.split("$ ")[1:]:
+        for part in self.text.replace("\\\n", " ").split("$ ")[1:]:
             command, _, output = part.partition("\n")
             yield command, output
+
+    def file(self) -> str:
+        """Return the name of the file that has the text: the title, or the first comment of a recipe."""
+        name = re.match(r"# (\S+\.toml)\n", self.text) if self.language == "toml" else None
+        return name[1] if name else self.title
 
 
 def blocks(page: Path) -> list[Block]:
     """Return the code blocks of a page."""
-    fence = re.compile(r"^```(\w*) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-    return [
-        Block(language, title, text) for language, title, text in fence.findall(page.read_text())
-    ]
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with tiny models under the names that pages use. Tests only copy it."""
-    folder = tmp_path_factory.mktemp("models")
-    tensors = make_checkpoint(
-        folder / "gpt-neo-1.3B", GPT_NEO, vocab_size=257, hidden_size=64, num_heads=8
+    fence = re.compile(
+        r"^(<!-- not run: [^\n]+ -->\n)?```(\w*) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
     )
-    of_torch = folder / "gpt-neo-1.3B-bin"
-    of_torch.mkdir()
-    (of_torch / "config.json").write_bytes((folder / "gpt-neo-1.3B/config.json").read_bytes())
-    (of_torch / "pytorch_model.bin").write_bytes(make_torch_file(tensors))
-    make_checkpoint(folder / "llama-13b", LLAMA, vocab_size=256, hidden_size=64)
-    make_checkpoint(folder / "out/original", LLAMA)
-    write_foreign_folder(folder / "own", read_tensors(folder / "out/original"))
-    make_quantized(folder / "llama-13b-fp8", "fp8", base=LLAMA | {"vocab_size": 256})
-    write_tokenizer(folder / "gpt-neo-1.3B")
-    write_model(folder / "my-model")
-    (folder / "tokens.txt").write_text("<tool>\n<result>\n")
-    for name in ("text.txt", "validation.txt"):
-        (folder / name).write_text(" ".join(WORDS * 4))
-    make_adapter(folder / "my-adapter", {"transformer.h.0.attn.attention.q_proj": (64, 64)})
-    make_trainer_checkpoint(folder / "out/checkpoint-400", 400)
-    # A step in place of a run, which takes a training. The folder of its source names it.
-    make_trainer_checkpoint(folder / "out/tuned", 400)
-    step = ("save-init", str(folder / "out/tuned"), "--training-state")
-    assert main([*step, "--out", str(folder / "runs/tuned"), "-q"]) == 0
-    return folder
-
-
-@pytest.fixture
-def models(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in a copy of `model_folder`. A folder takes precedence over an alias."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
-    return tmp_path
+    return [
+        Block(language, title, text, is_run=not reason)
+        for reason, language, title, text in fence.findall(page.read_text())
+    ]
 
 
 def write_files(page: Path, folder: Path) -> None:
-    """Write each block of a page with the name of a file: as its title, or in a comment of a recipe."""
+    """Write each block of a page that has the name of a file."""
     for block in blocks(page):
-        if block.title:
-            (folder / block.title).write_text(block.text)
-        if block.language == "toml" and (name := re.match(r"# (\S+\.toml)\n", block.text)):
-            (folder / name[1]).write_text(block.text)
+        if file := block.file():
+            (folder / file).write_text(block.text)
 
 
-def has_console(page: Path) -> bool:
-    """Return whether a page shows commands to run."""
-    return any(block.language == "console" for block in blocks(page))
+def inputs_of(page: Path) -> list[str]:
+    """Return the inputs in the comment `<!-- setup: NAME NAME -->` of a page.
+
+    They are names of `tests.helpers.page_inputs`, or URLs of objects with such a name.
+    """
+    comment = re.search(r"<!-- setup:(.*?)-->", page.read_text(), re.DOTALL)
+    return (comment[1] if comment else DEFAULT_SETUP).split()
 
 
-@pytest.mark.parametrize(
-    "page", [p for p in PAGES if has_console(p) and p != OWN_TEST], ids=lambda page: page.name
-)
-def test_commands_shown_work_and_print_the_output_shown(
-    page: Path, models: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_files(page, models)
-    commands = [
-        shown for block in blocks(page) if block.language == "console" for shown in block.commands()
-    ]
-    for command, output in commands:
-        program, *args = shlex.split(command)
-        assert program == "prep"
-        assert main(args) == 0, f"{command}\n{capsys.readouterr().err}"
-        printed = capsys.readouterr().out
-        assert not output or printed == output, command
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in an empty folder, without access to the hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path
 
 
-def test_how_to_guides_show_commands():
-    """The guides without a console block need a bucket or a trained run, or have a test of their own."""
-    guides = sorted((ROOT / "docs" / "how-to").glob("*.md"))
-    assert [page.name for page in guides if not has_console(page)] == [
-        "add-a-family.md",
-        "buckets.md",
-    ]
+@pytest.fixture
+def objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
+    """Serve buckets on the loopback interface."""
+    with use_objects(monkeypatch) as store:
+        yield store
 
 
-def run_script(script: str) -> str:
+def copy_inputs(names: Sequence[str], folder: Path, objects: FakeObjectStore) -> None:
+    """Copy the inputs of a page to its folder, and those of URLs to the store."""
+    for name in names:
+        _, is_url, key = name.partition("://")
+        if not is_url:
+            copy_input(name, folder)
+            continue
+        with tempfile.TemporaryDirectory() as work:
+            copy_input(Path(key).name, Path(work))
+            root = Path(work, Path(key).name)
+            for file in root.iterdir():
+                objects.objects[f"{key}/{file.name}"] = file.read_bytes()
+
+
+def run_command(command: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run a command line of a page, and compare what it prints with the output shown, if there is one."""
+    program, *words = shlex.split(command)
+    assert program == "prep"
+    capsys.readouterr()
+    code = main(words)
+    printed = capsys.readouterr()
+    # A run that `--stop-after` ends is stopped.
+    assert code == (STOPPED if "--stop-after" in words else OK), f"{command}\n{printed.err}"
+    assert not output or printed.out == output, command
+
+
+def run_script(script: str, names: dict[str, Any] | None = None) -> str:
     """Run a script of a page in this process, which has 8 devices, and return what it prints."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(script, "<page>", "exec"), {"__name__": "__main__"})
+        exec(
+            compile(script, "<page>", "exec"), {"__name__": "__main__"} if names is None else names
+        )
     return printed.getvalue()
 
 
-def test_python_of_the_readme_works(models: Path) -> None:
+def languages_of(page: Path) -> tuple[str, ...]:
+    """Return the languages of blocks that are run. The Python blocks of the reference are signatures."""
+    if page in SCRIPTS_WITH_TESTS or page.parent.name == "reference":
+        return ("console",)
+    return ("console", "python")
+
+
+def run_page(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Write the files of a page and run its commands and scripts, in their order."""
+    # Later scripts of a page use the names of earlier ones.
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(page):
+        if file := block.file():
+            Path(file).write_text(block.text)
+        elif not block.is_run or block.language not in languages_of(page):
+            continue
+        elif block.language == "console":
+            for command, output in block.commands():
+                run_command(command, output, capsys)
+        else:
+            run_script(block.text, names)
+
+
+def has_runs(page: Path) -> bool:
+    """Return whether a page shows commands or scripts to run."""
+    languages = languages_of(page)
+    return any(block.language in languages for block in blocks(page) if block.is_run)
+
+
+@pytest.mark.parametrize(
+    "page",
+    slow_except(
+        [page for page in PAGES if has_runs(page) and page != FAMILY_GUIDE],
+        lambda page: page.name not in SLOW_PAGES,
+    ),
+    ids=lambda page: page.name,
+)
+def test_blocks_of_a_page_run_from_its_setup(
+    page: Path,
+    folder: Path,
+    objects: FakeObjectStore,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copy_inputs(inputs_of(page), folder, objects)
+    install_display(monkeypatch)
+    run_page(page, capsys)
+
+
+def install_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a module `IPython.display` that shows nothing, as outside of a notebook."""
+    display: Any = ModuleType("IPython.display")
+    display.HTML = str
+    display.display = lambda *args, **kwargs: None
+    package: Any = ModuleType("IPython")
+    package.display = display
+    monkeypatch.setitem(sys.modules, "IPython", package)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_guide_states_its_setup_and_why_a_block_is_not_run(page: Path) -> None:
+    """Commands are in console blocks, or say above why they are not run."""
+    assert "<!-- setup:" in page.read_text()
+    for block in blocks(page):
+        shows_commands = block.language in ("sh", "bash") or block.text.startswith("$ ")
+        if shows_commands and block.language != "console":
+            assert not block.is_run, block.text
+    outside = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert not re.search(r"\n\n    \S", outside), "an indented block is not run"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if DOCS in page.parents], ids=lambda page: page.name
+)
+def test_page_opens_with_its_readers(page: Path) -> None:
+    """The first sentence says who a page is for, and that of a guide what its readers have at the end."""
+    text = re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
+    first = text.partition("\n\n")[2].strip().partition("\n\n")[0]
+    assert re.search(r"\bfor\b", first, re.IGNORECASE), first
+    if page.parent == GUIDES_FOLDER:
+        assert re.match(r"For .*?: at\s+the\s+end\b", first, re.DOTALL), first
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_recipes_of_a_page_have_known_keys(page: Path) -> None:
+    """Parts of a recipe may be without the head of their table."""
+    names = {name for key in KEY_SCHEMAS for name in (key, key.partition(".")[2])}
+    for block in blocks(page):
+        for key, value in tomllib.loads(block.text if block.language == "toml" else "").items():
+            keys = [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
+            assert [name for name in keys if name not in names] == []
+
+
+def test_python_of_the_readme_works(folder: Path) -> None:
+    copy_input("gpt-neo-1.3B", folder)
     (script,) = [block.text for block in blocks(README) if block.language == "python"]
-    result, shape = run_script(script).splitlines()
-    assert result.startswith("init ")
-    assert shape == "(3, 8, 8, 64)"
+    names: dict[str, Any] = {"__name__": "__main__"}
+    run_script(script, names)
+    assert names["init"].path.name == "init"
+    assert names["params"]["layers"]["attn"]["q"]["weight"].shape == (3, 8, 8, 64)
 
 
 @pytest.mark.parametrize("number", slow_except((0, 1), (0,)))
-def test_python_of_the_flax_guide_fine_tunes_and_exports(models: Path, number: int) -> None:
+def test_python_of_the_flax_guide_fine_tunes_and_exports(folder: Path, number: int) -> None:
     pytest.importorskip("flax")
-    scripts = [
-        block.text for block in blocks(ROOT / "docs/how-to/flax.md") if block.language == "python"
-    ]
+    copy_input("gpt-neo-1.3B", folder)
+    scripts = [block.text for block in blocks(FLAX_GUIDE) if block.language == "python"]
     assert len(scripts) == 2
     printed = run_script(scripts[number])
     losses = [float(loss) for loss in re.findall(r"^loss (.*)$", printed, re.MULTILINE)]
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 0.5
-    before, tuned = read_checkpoint(models / "gpt-neo-1.3B"), read_checkpoint(models / "tuned")
+    before, tuned = read_checkpoint(folder / "gpt-neo-1.3B"), read_checkpoint(folder / "tuned")
     assert {name: tensor.shape for name, tensor in tuned.items()} == {
         n: t.shape for n, t in before.items()
     }
@@ -197,8 +291,8 @@ def test_site_lists_every_page() -> None:
 def test_home_of_the_site_lists_every_command() -> None:
     home = (ROOT / "docs" / "index.md").read_text()
     listed = re.findall(r"^\| `prep ([a-z-]+)` \|", home, re.MULTILINE)
-    names = [command.name for command in COMMANDS if not command.group]
-    assert sorted(listed) == sorted([*names, "launch"])
+    names = dict.fromkeys(command.group or command.name for command in COMMANDS)
+    assert listed == [name for name in names if name != "map"], "the order of `prep --help`"
     assert blocks(README)[0] in blocks(ROOT / "docs" / "index.md"), "the same line installs prep"
     assert "](overview.svg)" in home
 
@@ -254,10 +348,32 @@ def test_commands_in_the_text_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_files_in_the_text_exist(page: Path) -> None:
     text = page.read_text()
-    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    links = re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text)
     files = re.findall(r"`((?:tests|trainer|docs|prepcli)/[\w/.]+)`", text)
     assert [path for path in links if not (page.parent / path).exists()] == []
     assert [path for path in files if not (ROOT / path).exists()] == []
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page, as the site makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    words = [
+        re.sub(r"[^\w\s-]", "", title.lower()) for title in re.findall(r"^#+ (.*)", text, re.M)
+    ]
+    return {re.sub(r"\s+", "-", title.strip()) for title in words}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_sections_reach_a_heading(page: Path) -> None:
+    for path, anchor in re.findall(r"\]\(([^)#:\s]*)#([\w-]+)\)", page.read_text()):
+        target = page.parent / path if path else page
+        assert anchor in anchors_of(target), f"{path}#{anchor}"
+
+
+def test_each_measurement_has_its_date_and_commit() -> None:
+    _, *sections = (DOCS / "reference" / "measurements.md").read_text().split("\n## ")
+    for section in sections:
+        assert re.search(r"\b20\d\d-\d\d-\d\d, [0-9a-f]{8}\b", section), section.splitlines()[0]
 
 
 def test_site_builds_without_a_message(tmp_path: Path) -> None:

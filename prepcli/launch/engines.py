@@ -25,7 +25,6 @@ class Engine:
 
     Attributes:
         options: TypedDict of its options.
-        guide: The page of `prep docs` about it.
         help: The help of its command.
         script: Returns the script of a job with the options of the engine.
         hardware: Returns the nodes and devices of the options, or None if they are unknown.
@@ -38,7 +37,6 @@ class Engine:
     """
 
     options: type
-    guide: str
     help: str
     script: Callable[[LaunchJob, Any], str]
     hardware: Callable[[Any, LaunchedCommand, Training | None], Hardware | None]
@@ -53,7 +51,6 @@ class Engine:
 ENGINES = {
     "slurm": Engine(
         options=SlurmOptions,
-        guide="slurm",
         help="""Write a SLURM batch script, or submit it.
 
         The job saves and stops before its time limit. SLURM then requeues it, and it resumes.
@@ -73,7 +70,6 @@ ENGINES = {
     ),
     "tpu": Engine(
         options=TpuOptions,
-        guide="tpu-pod",
         help="""Write a script that creates a Cloud TPU, or run it.
 
         The TPU runs the command. Commands without a mesh run on the first host.
@@ -90,7 +86,6 @@ ENGINES = {
     ),
     "gke": Engine(
         options=GkeOptions,
-        guide="gke",
         help="""Write a JobSet for Kubernetes, or create it.
 
         Examples:
@@ -106,7 +101,6 @@ ENGINES = {
     ),
     "sky": Engine(
         options=SkyOptions,
-        guide="sky",
         help="""Write a managed job of SkyPilot, or submit it.
 
         SkyPilot starts the job again after a preemption, and it resumes.
@@ -124,7 +118,6 @@ ENGINES = {
     ),
     "ray": Engine(
         options=RayOptions,
-        guide="ray",
         help="""Write the driver of a Ray job, or submit it.
 
         Training runs in JaxTrainer of Ray Train. Conversions run as tasks with a share each.

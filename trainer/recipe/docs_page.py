@@ -13,7 +13,7 @@ from trainer.recipe.tables import KEY_SCHEMAS, OPTIMIZER_SCHEMAS, schema, table_
 INTRO = """\
 # Recipes
 
-This page is for users of `prep train`. It lists every key of a recipe, the TOML file that describes a run.
+For users of `prep train`: every key of a recipe, the TOML file that describes a run.
 `prep recipes` lists examples. Conversions make the checkpoints that they name:
 
 ```console

@@ -78,7 +78,7 @@ def conversion(guide: str) -> Callable[[Callable[..., None]], CliCommand]:
     return decorate
 
 
-@conversion("pad")
+@conversion("vocabulary")
 def pad_vocab(
     checkpoint: CheckpointArgument,
     *,
@@ -140,7 +140,7 @@ def save_init(
     """
 
 
-@conversion("reshard")
+@conversion("convert")
 def reshard(
     checkpoint: OptionalCheckpointArgument = None,
     *,

@@ -38,7 +38,7 @@ from prepcli.core.option_spec import PathLike, flag, option
 _SOURCE = tuple(SourceOptions.__annotations__)
 
 
-@command(guide="exactness")
+@command(guide="prove")
 def verify(
     checkpoint: OptionalCheckpointArgument = None,
     against: Annotated[
@@ -301,7 +301,7 @@ def models(family: FamilyArgument = None, *, ui: OutputUi) -> Report:
     return aliases_report(list_aliases(family))
 
 
-@command(guide="launchers")
+@command(guide="engines")
 def env(
     *, devices: Annotated[bool, flag("Import jax and list its devices.")], ui: OutputUi
 ) -> Report:

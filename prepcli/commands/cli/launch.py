@@ -158,13 +158,13 @@ def _engine_command(name: str, engine: Engine) -> CliCommand:
 
     launch.__annotations__["options"] = engine.options
     launch.__doc__ = engine.help
-    return command(name, group="launch", guide=engine.guide, typer_class=LaunchCommand)(launch)
+    return command(name, group="launch", guide="launch", typer_class=LaunchCommand)(launch)
 
 
 ENGINE_COMMANDS = tuple(_engine_command(name, engine) for name, engine in ENGINES.items())
 
 
-@command(group="launch", guide="several-processes", typer_class=LaunchCommand)
+@command(group="launch", guide="launch", typer_class=LaunchCommand)
 def local(
     context: typer.Context,
     recipe: RecipeArgument = None,

@@ -56,7 +56,7 @@ OTHER_COMMAND_NAMES = {
     "push": "`prep export CHECKPOINT --push OWNER/NAME`",
     "quantize": "`prep export CHECKPOINT --dtype bfloat16` is the smallest output",
     "run": "did you mean `train`?",
-    "serve": "`prep export CHECKPOINT` writes a folder that servers load: `prep docs serve`",
+    "serve": "`prep export CHECKPOINT` writes a folder that servers load: `prep docs generate`",
     "sft": "did you mean `train`?",
     "shard": "did you mean `reshard`?",
     "show": "did you mean `inspect`?",

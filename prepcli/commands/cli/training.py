@@ -165,7 +165,7 @@ def evaluate(
 # --- prep tokenize
 
 
-@command(guide="tokenize")
+@command(guide="data")
 def tokenize(
     recipe: Annotated[
         Path,

@@ -43,6 +43,34 @@ def list_aliases(family: str | None = None) -> list[Alias]:
 
 
 PACKAGE = Path(__file__).parents[2]
+# Pages of earlier versions, which released messages and recipes name, and the pages that have their content.
+MOVED_PAGES = {
+    "reshard": "convert",
+    "several-processes": "convert",
+    "pad": "vocabulary",
+    "maxtext-tunix": "other-trainers",
+    "levanter-torchtitan": "other-trainers",
+    "compare": "prove",
+    "tokenize": "data",
+    "sequences": "data",
+    "gpu-machine": "launch",
+    "slurm": "launch",
+    "tpu-pod": "launch",
+    "gke": "launch",
+    "sky": "launch",
+    "ray": "launch",
+    "serve": "generate",
+    "migrate-from-gpt-neo-example": "coming-from",
+    "migrate-from-llamabpt": "coming-from",
+    "migrate-from-easylm": "coming-from",
+    "migrate-from-redco": "coming-from",
+    "migrate-from-flaxlm": "coming-from",
+    "launchers": "engines",
+    "coverage": "exactness",
+    "estimates": "memory",
+    "saving": "resume",
+    "loading": "many-hosts",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +107,13 @@ def docs_folder() -> Path:
 
 
 def find_page(name: str) -> Path:
-    """Return the path of a page by its name, such as `train`, `how-to/train` or `docs/how-to/train.md`."""
+    """Return the path of a page by its name, such as `train`, `how-to/train` or `docs/how-to/train.md`.
+
+    The name of a page of an earlier version stands for the page that has its content.
+    """
     pages = _page_paths()
     *folders, stem = name.removesuffix(SUFFIX).split("/")
+    stem = MOVED_PAGES.get(stem, stem)
     path = pages.get(stem)
     section = "/".join(folders).removeprefix("docs").strip("/")
     if path is None or section not in ("", _page_section(path)):

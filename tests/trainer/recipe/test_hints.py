@@ -287,17 +287,9 @@ def test_errors_hide_library_messages(text: str):
 )
 def test_generation_hints_name_commands_of_migration_pages(key: str, command: str):
     assert unknown_key_hint(key, 1).startswith(command)
-    page = {"eval_args": "flaxlm", "eval_predictor": "redco", "eval_metric_fn": "redco"}.get(
-        key.partition(".")[0]
-    )
-    if page is not None:
-        rows = (
-            Path(__file__)
-            .parents[3]
-            .joinpath(f"docs/how-to/migrate-from-{page}.md")
-            .read_text()
-            .splitlines()
-        )
+    if key.partition(".")[0] in ("eval_args", "eval_predictor", "eval_metric_fn"):
+        page = Path(__file__).parents[3] / "docs" / "how-to" / "coming-from.md"
+        rows = page.read_text().splitlines()
         assert command.replace(" RUN", "") in next(row for row in rows if f"`{key}`" in row)
 
 

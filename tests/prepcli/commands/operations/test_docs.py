@@ -10,7 +10,7 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.commands.cli.option_groups import CliCommand, complete_page
 from prepcli.commands.cli.root import COMMANDS
-from prepcli.commands.operations.about import docs_folder, page_names
+from prepcli.commands.operations.about import MOVED_PAGES, docs_folder, find_page, page_names
 from prepcli.core.errors import OK, USAGE
 
 PAGES = sorted(docs_folder().rglob("*.md"))
@@ -48,7 +48,7 @@ def test_docs_prints_the_folder(capsys: pytest.CaptureFixture[str]):
     ("name", "hint"),
     [
         ("trian", "did you mean `train`?"),
-        ("migrate", "did you mean `migrate-from-easylm` or "),
+        ("pro", "did you mean `prompts-and-chats` or `prove`?"),
         ("reference/train", "did you mean `train`?"),
         ("zzz", "`prep docs` lists the pages"),
     ],
@@ -58,6 +58,14 @@ def test_unknown_page_is_an_error(name: str, hint: str, capsys: pytest.CaptureFi
     error = capsys.readouterr().err
     assert f"unknown page `{name}`" in error
     assert hint in error
+
+
+def test_names_of_earlier_pages_find_the_new_ones():
+    assert not set(MOVED_PAGES) & set(page_names())
+    for old, new in MOVED_PAGES.items():
+        assert find_page(old) == find_page(new)
+    assert find_page("docs/how-to/slurm.md") == docs_folder() / "how-to" / "launch.md"
+    assert find_page("reference/launchers") == docs_folder() / "reference" / "engines.md"
 
 
 def test_names_of_pages_are_unique():

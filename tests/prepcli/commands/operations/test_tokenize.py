@@ -230,7 +230,7 @@ def test_invalid_arguments_are_errors(capsys: pytest.CaptureFixture[str]):
         prep.tokenize_shard("recipe.toml", 2, of=2)
 
 
-PAGE = ROOT / "docs/how-to/tokenize.md"
+PAGE = ROOT / "docs/how-to/data.md"
 LOOP_PAGE = ROOT / "docs/how-to/own-loop.md"
 
 
