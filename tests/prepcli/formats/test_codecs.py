@@ -35,13 +35,13 @@ def test_parse_compression_returns_none_without_a_text():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "lz4", "gzip", "zstd:", "zstd:0", "zstd:20", "zstd:-1", "zstd:1e1", "zstd:" + "9" * 99],
+    ["", "unknown", "gzip", "zstd:", "zstd:0", "zstd:20", "zstd:-1", "zstd:1e1", "zstd:" + "9" * 99],
 )
 def test_parse_compression_rejects_invalid_text(text: str):
     with pytest.raises(PrepError, match="is invalid") as caught:
         parse_compression(text)
     assert caught.value.code == 2
-    assert caught.value.why == "valid values are zstd, and zstd:1 to zstd:19"
+    assert "zstd, and zstd:1 to zstd:19" in caught.value.why
 
 
 @pytest.mark.parametrize("key", ["name", "zarr2_id", "zarr3_name"])
