@@ -28,7 +28,7 @@ from prepcli.sources.source import (
     file_position,
     label_tensor,
     match_source_tensors,
-    stored_axis_maps,
+    stored_rows,
 )
 from prepcli.sources.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.stores.buffers import Blob
@@ -221,7 +221,7 @@ def sample_digest(source: Source) -> str:
     It distinguishes models in little time. It is the same for every format and mesh, and for a padded vocabulary.
     A difference only in later rows is not detected.
     """
-    used = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS).uses
+    used = match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS).uses
     return _sample_digest(source, [t for t in source.tensors if t.name in used])
 
 

@@ -41,7 +41,7 @@ from prepcli.restore.digest_checks import (
     num_rows,
     row_stream,
 )
-from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_axis_maps
+from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_rows
 from prepcli.sources.tensor_match import (
     DEFAULT_MATCH_OPTIONS,
     VOCAB_ATOM,
@@ -96,7 +96,7 @@ class WeightsReader(BoxReader):
         # Rounded up, e.g. 50257 rows and a multiple of 128: 393 * 128 = 50304.
         padded_vocab_size = -(-vocabulary.stored_size // vocab_multiple) * vocab_multiple
         self.vocabulary = Vocabulary(vocabulary.true_size, padded_vocab_size)
-        rows = source_axis_maps(source)
+        rows = source_rows(source)
         match = match_source_tensors(source, rows, DEFAULT_MATCH_OPTIONS)
         tensors = {tensor.name: tensor for tensor in source.tensors}
         self._duplicates = find_duplicates(source, match.checks, verify=verify)

@@ -70,7 +70,7 @@ from prepcli.sources.source import (
     SourceTensor,
     match_source_tensors,
     recorded_digests,
-    stored_axis_maps,
+    stored_rows,
 )
 from prepcli.sources.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.stores.paths import AnyPath
@@ -171,7 +171,7 @@ def read_adam_state(source: Source) -> AdamState:
 
 def trained_tensors(source: Source) -> tuple[SourceTensor, ...]:
     """Return the parameters of the model, without a stored copy of a tied embedding and without buffers."""
-    match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
+    match = match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS)
     return tuple(tensor for tensor in source.tensors if tensor.name in match.uses)
 
 

@@ -44,7 +44,7 @@ from prepcli.sources.source import (
     append_files,
     match_source_tensors,
     shift_file_numbers,
-    stored_axis_maps,
+    stored_rows,
 )
 from prepcli.sources.tensor_match import DEFAULT_MATCH_OPTIONS, Vocabulary, with_vocabulary
 from prepcli.sources.vocabulary_tensors import vocabulary_names
@@ -65,7 +65,7 @@ def dequantize_source(source: Source) -> Source:
     settings, weights, stored = _find_source_weights(source)
     blob = DerivedArrays(source.display_name, weights.decoders, stored)
     decoded = _decoded_source(source, weights, blob)
-    small_files = [file for file in source.small_files if file.name not in QUANTIZATION_FILES]
+    side_files = [file for file in source.side_files if file.name not in QUANTIZATION_FILES]
     records: dict[str, QuantizedRecord] = {}
     for decoder in weights.decoders:
         codes = decoder.stored[0]
@@ -80,7 +80,7 @@ def dequantize_source(source: Source) -> Source:
     decoded = replace(
         decoded,
         config=without_quantization(source.config),
-        small_files=tuple(small_files),
+        side_files=tuple(side_files),
         blobs=(*source.byte_sources, blob),
         # The config of the output is another one than the file.
         config_path=None,
@@ -107,13 +107,13 @@ def without_unused_quantization(source: Source) -> Source:
     The outputs must not have the settings either: with a `quantization_config`, transformers needs the library of the
     method and builds layers for codes and scales, whatever the tensors are.
     """
-    files = tuple(file for file in source.small_files if file.name not in QUANTIZATION_FILES)
-    has_settings = bool(quantization_settings(source.config)) or files != source.small_files
+    files = tuple(file for file in source.side_files if file.name not in QUANTIZATION_FILES)
+    has_settings = bool(quantization_settings(source.config)) or files != source.side_files
     if not has_settings or has_quantized_tensors(source.root):
         return source
     config = without_quantization(source.config)
     config_path = source.config_path if config == source.config else None
-    return replace(source, config=config, config_path=config_path, small_files=files)
+    return replace(source, config=config, config_path=config_path, side_files=files)
 
 
 def has_quantized_weights(source: Source) -> bool:
@@ -415,7 +415,7 @@ def _without_padding(source: Source, true_vocab: int | None) -> Source:
     padded: Collection[str] = ()
     config = source.config
     if true_size != vocabulary.stored_size:
-        match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
+        match = match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS)
         padded = vocabulary_names(source, match, vocabulary)
         config = with_vocabulary(config, Vocabulary(true_size, true_size))
 

@@ -23,7 +23,7 @@ from prepcli.models.text_part import matching_patterns
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor
 from prepcli.sources.model_family import as_verbatim, split_towers
-from prepcli.sources.source import Source, SourceTensor, source_axis_maps
+from prepcli.sources.source import Source, SourceTensor, source_rows
 from prepcli.sources.tensor_match import DROP_RULE, tensor_uses
 
 # Rule of these tensors, as plans and JSON objects name it.
@@ -140,7 +140,7 @@ def _needed_names(source: Source) -> set[str]:
     """Return the names of the tensors in the family of a source."""
     if source.family.is_verbatim:
         return set()
-    needed = set(tensor_uses(source_axis_maps(source), source.family.sizes(source.config)))
+    needed = set(tensor_uses(source_rows(source), source.family.sizes(source.config)))
     stored = {tensor.name for tensor in source.tensors}
     if source.family.is_tied(source.config, stored):
         # The embedding has the values of the head. A file with the head alone has it under the name of the embedding.

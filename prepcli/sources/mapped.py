@@ -56,7 +56,7 @@ from prepcli.sources.source import (
     file_position,
     match_source_tensors,
     recorded_digests,
-    stored_axis_maps,
+    stored_rows,
 )
 from prepcli.sources.tensor_match import (
     DEFAULT_MATCH_OPTIONS,
@@ -407,7 +407,7 @@ def with_family(source: Source) -> Source:
         names = detect_names(family, source.config, full_names={t.name for t in source.tensors})
         model = with_bare_names(replace(source, family=family), names)
         model = split_towers(model)
-        match_source_tensors(model, stored_axis_maps(model), DEFAULT_MATCH_OPTIONS)
+        match_source_tensors(model, stored_rows(model), DEFAULT_MATCH_OPTIONS)
     except PrepError:
         return source
     return model

@@ -214,7 +214,7 @@ def text_model(source: Source) -> Source:
         family=family,
         config=without_prediction(source.config),
         names=replace(source.names, family=family),
-        small_files=tuple(f for f in source.small_files if f.name not in PROCESSOR_FILES),
+        side_files=tuple(f for f in source.side_files if f.name not in PROCESSOR_FILES),
         extra_entries=(*source.extra_entries, dropped),
         config_path=None,
         wrapper=None,

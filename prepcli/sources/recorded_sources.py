@@ -300,7 +300,7 @@ def _stored_names(source: Source) -> dict[str, str]:
 
 def settings_files(source: Source) -> dict[str, AnyPath]:
     """Return the config, the tokenizer and the other small files of a source, by name in the lock."""
-    paths = [file.path for file in source.small_files]
+    paths = [file.path for file in source.side_files]
     # A decoded or a truncated model has another config than its file, which the lock covers all the same.
     config_path = source.config_path or source.folder / CONFIG
     if config_path.is_file():

@@ -187,7 +187,7 @@ class Source:
         tensors: Parameters, in the order of their bytes in the files.
         files: Data files, by file number.
         file_stamps: Size, time and digest of each data file, to detect changes.
-        small_files: Tokenizer, generation config and other files that belong to the model.
+        side_files: Tokenizer, generation config and other files that belong to the model.
         manifest: The manifest of a checkpoint that prep wrote.
         tensor_file_names: For each parameter, then each tensor of the towers, the file name for a Hugging Face folder.
         state_tensors: The other tensors of a training checkpoint, and the scales of dequantised weights, named as in
@@ -218,7 +218,7 @@ class Source:
     tensors: tuple[SourceTensor, ...]
     files: tuple[AnyPath, ...]
     file_stamps: tuple[SourceFile, ...]
-    small_files: tuple[SideFile, ...]
+    side_files: tuple[SideFile, ...]
     manifest: Manifest | None
     tensor_file_names: tuple[str, ...] = ()
     state_tensors: tuple[SourceTensor, ...] = ()
@@ -320,7 +320,7 @@ class Source:
 
 
 def match_source_tensors(
-    source: Source, axis_maps: Mapping[str, ParsedAxisMap], options: MatchOptions
+    source: Source, rows: Mapping[str, ParsedAxisMap], options: MatchOptions
 ) -> TensorMatch:
     """Match the tensors of a source with the axis maps of its family."""
     tensors = {t.name: TensorInfo(t.dtype, t.shape, t.nbytes) for t in source.tensors}
@@ -328,7 +328,7 @@ def match_source_tensors(
         source.names,
         source.config,
         sizes=source.family.sizes(source.config),
-        rows=axis_maps,
+        rows=rows,
         tensors=tensors,
         options=options,
         source_name=source.display_name,
@@ -336,18 +336,16 @@ def match_source_tensors(
     return replace(match, dropped=(*source.dropped, *match.dropped))
 
 
-def stored_axis_maps(source: Source) -> dict[str, ParsedAxisMap]:
+def stored_rows(source: Source) -> dict[str, ParsedAxisMap]:
     """Return the axis map of each parameter, with layers stacked as in the source.
 
     Layers of a checkpoint that prep did not write are stacked on axis 0.
     """
     manifest = source.tree_manifest
-    return source_axis_maps(source, manifest.scan, manifest.scan_axis)
+    return source_rows(source, manifest.scan, manifest.scan_axis)
 
 
-def source_axis_maps(
-    source: Source, scan: bool = True, scan_axis: int = 0
-) -> dict[str, ParsedAxisMap]:
+def source_rows(source: Source, scan: bool = True, scan_axis: int = 0) -> dict[str, ParsedAxisMap]:
     """Return the axis map of each parameter of the source's family, by path."""
     shapes = {tensor.name: tensor.shape for tensor in source.tensors}
     return parameter_rows(source.family, source.config, scan, scan_axis, shapes)
@@ -445,7 +443,7 @@ def label_tensors(
 def label_tensor(source: Source, tensor: SourceTensor) -> TensorLabel:
     """Return the label of one tensor of a source. A source that does not match its family has no leaves."""
     try:
-        uses = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS).uses
+        uses = match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS).uses
     except PrepError:
         # E.g. the base of a merge with the matrices of an adapter.
         uses = {}
@@ -492,7 +490,7 @@ def without_transposed_tensors(source: Source) -> Source:
     usual_rows = parameter_rows(family, source.config, tensors=names)
     # The stored dim of each usual dim, for each transposed tensor, e.g. (0, 2, 1).
     orders: dict[str, tuple[int, ...]] = {}
-    for path, row in source_axis_maps(source).items():
+    for path, row in source_rows(source).items():
         usual_dims = usual_rows[path].source_dims
         if row.source_dims != usual_dims:
             order = tuple(row.source_dims.index(dim) for dim in usual_dims)

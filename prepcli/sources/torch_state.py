@@ -39,7 +39,7 @@ from prepcli.sources.source import (
     match_source_tensors,
     read_json_object,
     recorded_digests,
-    stored_axis_maps,
+    stored_rows,
     stored_tensor,
 )
 from prepcli.sources.tensor_match import DEFAULT_MATCH_OPTIONS
@@ -280,7 +280,7 @@ def decay_differences(
     """
     if not decayed_names:
         return ()
-    match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
+    match = match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS)
     manifest = source.tree_manifest
     leaves = param_leaves(
         source.family,

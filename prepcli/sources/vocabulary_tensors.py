@@ -20,7 +20,7 @@ from prepcli.models.text_part import text_section
 from prepcli.planning.tensors import FLOAT_DTYPES, split_name
 from prepcli.sources.detect import quantization_file
 from prepcli.sources.model_family import verbatim_error
-from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
+from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_rows
 from prepcli.sources.tensor_match import (
     LAYER_VOCAB_ATOM,
     VOCAB_ATOM,
@@ -43,14 +43,14 @@ class VocabularyTensors:
 
     Attributes:
         vocabulary: Its true and its stored size.
-        axis_maps: Axis maps of the parameters of the source.
+        rows: Rows of the parameters of the source.
         match: The match of the tensors of the source.
         names: Names of the tensors with one row per token.
         layer_names: Names of the embeddings per layer.
     """
 
     vocabulary: Vocabulary
-    axis_maps: Mapping[str, ParsedAxisMap]
+    rows: Mapping[str, ParsedAxisMap]
     match: TensorMatch
     names: frozenset[str]
     layer_names: frozenset[str]
@@ -70,13 +70,13 @@ def find_vocabulary(
         UsageError: The model is quantised together with its embedding or head, or has towers too.
         PrepError: Tensors do not match the family, or no family has the model type.
     """
-    axis_maps = stored_axis_maps(source)
-    match = match_source_tensors(source, axis_maps, options)
+    rows = stored_rows(source)
+    match = match_source_tensors(source, rows, options)
     if not source.family.is_verbatim:
         vocabulary = source.vocabulary(true_size)
         return VocabularyTensors(
             vocabulary,
-            axis_maps,
+            rows,
             match,
             vocabulary_names(source, match, vocabulary),
             frozenset(layer_vocab_tensors(match)),
@@ -102,7 +102,7 @@ def find_vocabulary(
             raise usage_error(what, why, _decode_hint(source))
     names |= _prediction_copies(source, vocabulary)
     layer_names = frozenset(_stored_names(source, LAYER_VOCAB_ATOM))
-    return VocabularyTensors(vocabulary, axis_maps, match, names, layer_names)
+    return VocabularyTensors(vocabulary, rows, match, names, layer_names)
 
 
 def vocabulary_names(source: Source, match: TensorMatch, vocabulary: Vocabulary) -> frozenset[str]:

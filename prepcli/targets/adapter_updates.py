@@ -48,8 +48,8 @@ from prepcli.sources.source import (
     SourceTensor,
     append_files,
     shift_file_numbers,
-    source_axis_maps,
-    stored_axis_maps,
+    source_rows,
+    stored_rows,
 )
 from prepcli.targets.hf_folder import (
     ALL_TOKENIZER_FILES,
@@ -113,9 +113,9 @@ def with_adapter_tokenizer(draft: Draft, placed: Placed, adapter: Path) -> tuple
     files = prep_adapter_tokenizer(adapter)
     if not files:
         return draft, placed
-    kept = tuple(file for file in draft.side_files if file.path not in ALL_TOKENIZER_FILES)
+    kept = tuple(file for file in draft.small_files if file.path not in ALL_TOKENIZER_FILES)
     # A plan's digest depends on the order of its files.
-    return replace(draft, side_files=kept), replace(placed, index=(*placed.index, *files))
+    return replace(draft, small_files=kept), replace(placed, index=(*placed.index, *files))
 
 
 def open_base_adapter(path: Path, source: Source) -> BaseAdapter:
@@ -423,10 +423,10 @@ def _tensors_by_layer(source: Source) -> dict[tuple[str, int], list[tuple[str, i
     Each has the number of its expert, or None if it has all of them, and whether it is stored as [in, out].
     """
     sizes = source.family.sizes(source.config)
-    axis_maps = source_axis_maps(source)
+    rows = source_rows(source)
     tensors: dict[tuple[str, int], list[tuple[str, int | None, bool]]] = {}
     for projection in expert_projections(source.family, source.config):
-        row = bind_row(axis_maps[f"{projection.path}{WEIGHT}"], sizes)
+        row = bind_row(rows[f"{projection.path}{WEIGHT}"], sizes)
         in_atoms = {factor.atom for factor in row.source_dims[-1].factors}
         is_transposed = not any(atom in in_atoms for atom in projection.in_dims)
         for name, indices in row.tensors():
@@ -448,7 +448,7 @@ def draft_adapter(source: Source, dtype: str | None) -> Draft:
         source = with_tied_head(source)
     draft = start_draft(
         source,
-        stored_axis_maps(source),
+        stored_rows(source),
         dtype=dtype,
         kept={tensor.name for tensor in source.tensors},
     )
@@ -460,7 +460,7 @@ def draft_adapter(source: Source, dtype: str | None) -> Draft:
         match=replace(draft.match, checks=()),
         dropped=(),
         config=None,
-        side_files=(adapter_config, *adapter_tokenizer(source)),
+        small_files=(adapter_config, *adapter_tokenizer(source)),
         settings=Manifest(kind="adapter", prefixed=True, tied=manifest.tied, config=source.config),
     )
 

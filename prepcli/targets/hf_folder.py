@@ -73,7 +73,7 @@ def copied_files(
 def copied_small_files(source: Source, path_prefix: str = "") -> tuple[SmallFile, ...]:
     """Return the small files of a source, to copy or write them. See `copied_files`."""
     copies = copied_files(
-        source.small_files, source.root, manifest=source.manifest, path_prefix=path_prefix
+        source.side_files, source.root, manifest=source.manifest, path_prefix=path_prefix
     )
     made = tuple(replace(file, path=path_prefix + file.path) for file in source.made_files.files)
     return *copies, *made
@@ -189,7 +189,7 @@ def with_tokenizer(files: tuple[SmallFile, ...], tokenizer: str | None) -> tuple
 def adapter_tokenizer(source: Source) -> tuple[SmallFile, ...]:
     """Return the tokenizer files of a training step, for the folder of its adapter."""
     return copied_files(
-        [file for file in source.small_files if file.name in ALL_TOKENIZER_FILES],
+        [file for file in source.side_files if file.name in ALL_TOKENIZER_FILES],
         source.root,
         manifest=source.manifest,
     )

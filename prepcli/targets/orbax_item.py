@@ -55,7 +55,7 @@ from prepcli.planning.tensors import (
     split_name,
 )
 from prepcli.sources.foreign_trees import tensors_from_manifest
-from prepcli.sources.source import Source, SourceTensor, source_axis_maps
+from prepcli.sources.source import Source, SourceTensor, source_rows
 from prepcli.sources.state_rows import (
     StackedIndices,
     index_state_tensors,
@@ -124,14 +124,14 @@ class OrbaxLayout:
     compression: Compression | None = None
     is_training_step: bool = False
 
-    def axis_maps(self, source: Source) -> dict[str, ParsedAxisMap]:
-        """Return the axis maps of the parameters of a source, by path of their leaf."""
-        return source_axis_maps(source, self.scan, self.scan_axis)
+    def rows(self, source: Source) -> dict[str, ParsedAxisMap]:
+        """Return the rows of the parameters of a source, by path of their leaf."""
+        return source_rows(source, self.scan, self.scan_axis)
 
     def place(self, draft: Draft) -> Placed:
         """Place the tensors of a draft in leaves, also its training state.
 
-        The draft has the axis maps of this layout.
+        The draft has the rows of this layout.
 
         Raises:
             PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide
@@ -142,7 +142,7 @@ class OrbaxLayout:
         source = draft.source.cast(draft.dtype)
         family = source.family
         sizes = family.sizes(source.config) | {"vocab": draft.vocabulary.stored_size}
-        bound = {path: bind_row(row, sizes) for path, row in draft.axis_maps.items()}
+        bound = {path: bind_row(row, sizes) for path, row in draft.rows.items()}
         uses: list[LeafUse] = []
         rows = draft.row_counts
         for tensor in source.tower_tensors:
@@ -521,7 +521,7 @@ def plan_training_step(
         is_training_step=True,
     )
     # The state has the padded vocabulary of the start already, so no row is filled.
-    draft = with_source_state(start_draft(source, layout.axis_maps(source)))
+    draft = with_source_state(start_draft(source, layout.rows(source)))
     name = str(start_manifest.name)
     plan = make_plan(draft, layout.place(draft), command="train", request=request, name=name)
     # A run that starts from a step of another run names the first model, and not that step.

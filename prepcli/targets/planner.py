@@ -2,7 +2,7 @@
 
 An export, for example:
 
-    draft = start_draft(source, stored_axis_maps(source))    # the parameters, as the source has them
+    draft = start_draft(source, stored_rows(source))    # the parameters, as the source has them
     draft = with_rows(draft, 131)                            # edits: each one returns a new draft
     placed = place_safetensors(draft, shard_nbytes)          # a layout: where each tensor is written
     plan = make_plan(draft, placed, command="export", request=line, name="llama")
@@ -289,7 +289,7 @@ class Draft:
 
     Attributes:
         source: The source. Edits have taken parts out of it, or added files to it.
-        axis_maps: Axis maps of its parameters, by path of their leaf.
+        rows: Rows of its parameters, by path of their leaf.
         match: The match of its parameters with the leaves of their family.
         resize: The tensors of the vocabulary, and the rows to copy, to fill and to leave out.
         vocabulary: True and stored size in the output.
@@ -303,13 +303,13 @@ class Draft:
         updates: Matrices of an adapter to add to values, by tensor.
         replaced: Tensors of an adapter in place of the base's, by tensor.
         digested: Streams to read for their digests only.
-        side_files: Files other than the weights, their index and config.json, by their names in a model's folder.
+        small_files: Files other than the weights, their index and config.json, by their names in a model's folder.
         config: Content of config.json. None for an output without this file.
         settings: Fields of the manifest about the edits.
     """
 
     source: Source
-    axis_maps: Mapping[str, ParsedAxisMap]
+    rows: Mapping[str, ParsedAxisMap]
     match: TensorMatch
     resize: VocabResize
     vocabulary: Vocabulary
@@ -323,7 +323,7 @@ class Draft:
     updates: Mapping[str, LowRankUpdate] = field(default_factory=dict)
     replaced: Mapping[str, SourceTensor] = field(default_factory=dict)
     digested: tuple[Stream, ...] = ()
-    side_files: tuple[SmallFile, ...] = ()
+    small_files: tuple[SmallFile, ...] = ()
     config: HFConfig | None = None
     settings: Manifest = field(default_factory=Manifest)
 
@@ -368,7 +368,7 @@ class Placed:
 
 def start_draft(
     source: Source,
-    axis_maps: Mapping[str, ParsedAxisMap],
+    rows: Mapping[str, ParsedAxisMap],
     options: MatchOptions = DEFAULT_MATCH_OPTIONS,
     *,
     true_vocab: int | None = None,
@@ -379,7 +379,7 @@ def start_draft(
 
     Args:
         source: The source, without the parts to leave out.
-        axis_maps: Axis maps of its parameters.
+        rows: Rows of its parameters, by path of their leaf.
         options: Options of their match.
         true_vocab: Unpadded size of the vocabulary. By default, the size in the config.
         dtype: Dtype of the parameters, or None to keep theirs.
@@ -389,9 +389,9 @@ def start_draft(
         PrepError: Tensors are missing, unexpected or of another shape.
     """
     vocabulary = source.vocabulary(true_vocab)
-    match = match_source_tensors(source, axis_maps, options)
+    match = match_source_tensors(source, rows, options)
     names = vocabulary_names(source, match, vocabulary)
-    present = VocabularyTensors(vocabulary, axis_maps, match, names, frozenset())
+    present = VocabularyTensors(vocabulary, rows, match, names, frozenset())
     return draft_of(source, present, dtype=dtype, kept=kept)
 
 
@@ -407,7 +407,7 @@ def draft_of(
     parameters = [t for t in source.tensors if t.name in match.uses or t.name in kept]
     return Draft(
         source=source,
-        axis_maps=present.axis_maps,
+        rows=present.rows,
         match=match,
         resize=VocabResize(present.vocabulary, present.names, Fill("zeros")),
         vocabulary=present.vocabulary,
@@ -415,7 +415,7 @@ def draft_of(
         dropped=tuple(d for d in match.dropped if d.name not in kept),
         left=tuple(dropped_state(source)),
         dtype=dtype,
-        side_files=copied_small_files(source),
+        small_files=copied_small_files(source),
         config=output_config(source, present.vocabulary, match.is_tied, dtype),
     )
 
@@ -534,13 +534,13 @@ def _small_files(draft: Draft, placed: Placed) -> tuple[SmallFile, ...]:
         item = placed.leaves[0].item
         if item is not None:
             prefix = f"{item}/{prefix}"
-    side_files = [replace(file, path=prefix + file.path) for file in draft.side_files]
+    small_files = [replace(file, path=prefix + file.path) for file in draft.small_files]
     config: tuple[SmallFile, ...] = ()
     if draft.config is not None:
         config = config_files(draft.source, draft.config, prefix)
     if placed.has_index_first:
-        return *config, *placed.index, *side_files
-    return *config, *side_files, *placed.index
+        return *config, *placed.index, *small_files
+    return *config, *small_files, *placed.index
 
 
 def _settings(draft: Draft, placed: Placed, name: str) -> Manifest:

@@ -93,7 +93,7 @@ def open_tokenizer(source: Source) -> SourceTokenizer:
         if opened.is_sentencepiece:
             _check_settings(source, opened)
         return opened
-    names = [file.name for file in source.small_files]
+    names = [file.name for file in source.side_files]
     others = [
         name for name in names if name.endswith(SENTENCEPIECE_SUFFIX) or name in VOCABULARY_FILES
     ]
@@ -180,7 +180,7 @@ def read_side_file(source: Source, name: str) -> bytes | None:
         DamagedError: The content differs from its digest in the source's manifest.
         PrepError: The file cannot be read, or is a link to another folder.
     """
-    side_file = next((file for file in source.small_files if file.name == name), None)
+    side_file = next((file for file in source.side_files if file.name == name), None)
     if side_file is None:
         return None
     path = side_file.path
@@ -198,7 +198,7 @@ def read_side_file(source: Source, name: str) -> bytes | None:
 
 def tokenizer_file(source: Source) -> str | None:
     """Return the name of the tokenizer: tokenizer.json or a SentencePiece model. None for a source without one."""
-    names = {file.name for file in source.small_files}
+    names = {file.name for file in source.side_files}
     # Readers prefer a tokenizer.json to a model.
     for name in (TOKENIZER_FILE, *SENTENCEPIECE_FILES):
         if name in names:

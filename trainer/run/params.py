@@ -23,7 +23,7 @@ from prepcli.models.rules import Rules, check_leaf_rules
 from prepcli.planning.tensors import cast_dtype, itemsize
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
-from prepcli.sources.source import Source, source_axis_maps
+from prepcli.sources.source import Source, source_rows
 from prepcli.sources.tensor_match import Vocabulary, read_vocabulary, with_vocabulary
 from prepcli.stores.paths import AnyPath
 
@@ -150,7 +150,7 @@ def check_lock_verified(source: Source, verify: bool) -> None:
 
 def open_weights(source: Source, mesh: Mesh | None, rules: Rules, *, verify: bool) -> WeightsReader:
     """Open a source for reading leaves, with a vocabulary padded to a size that the mesh divides."""
-    dims = {path: row.leaf_dims for path, row in source_axis_maps(source).items()}
+    dims = {path: row.leaf_dims for path, row in source_rows(source).items()}
     return WeightsReader(source, vocab_multiple(dims, mesh, rules), verify)
 
 

@@ -525,7 +525,7 @@ def _is_written_by_prep(path: AnyPath) -> bool:
 
 def checkpoint_tokenizer_folder(source: Source) -> Path:
     """Return the folder of the model's small files."""
-    return local_folder(source.small_files, source.root)
+    return local_folder(source.side_files, source.root)
 
 
 def with_adapters(

@@ -562,8 +562,8 @@ def file_digests(source: Source, copied: Collection[str] = ()) -> dict[str, str]
     """Return the XXH3-128 of the small files of a checkpoint, by name. `--copy` copies further ones."""
     digests = recorded_file_digests(source.manifest or NO_MANIFEST)
     if not digests:
-        for file in (*source.small_files, *source.left_files):
-            if file in source.small_files or file.name in copied:
+        for file in (*source.side_files, *source.left_files):
+            if file in source.side_files or file.name in copied:
                 digests[file.name] = record_file(file.path).get("xxh3", "")
         # A GGUF file has its tokenizer in the metadata.
         for made_file in source.made_files.files:

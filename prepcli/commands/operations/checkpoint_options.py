@@ -349,7 +349,7 @@ def check_output_location(out: Path | ObjectStoreUrl, source: Source) -> None:
         return
     source_files: list[AnyPath] = []
     if not root_folder.is_file():
-        source_files = [*source.files, *(file.path for file in source.small_files)]
+        source_files = [*source.files, *(file.path for file in source.side_files)]
     # Links may point to other folders, so each file is resolved.
     file_folders = (path.resolve().parent for path in source_files)
     weight_folders = {root_folder.resolve(), *(path.resolve().parent for path in source.files)}

@@ -209,7 +209,7 @@ class _Files:
 
     def __init__(self, source: Source) -> None:
         """List the files of a checkpoint, also those with the content of metadata."""
-        self._paths = {file.name: file.path for file in source.small_files}
+        self._paths = {file.name: file.path for file in source.side_files}
         fetch_copies(self._paths.values())
         self._made = {Path(file.path).name: file for file in source.made_files.files}
         self.names = {*self._paths, *self._made}

@@ -92,7 +92,7 @@ def find_source_tokenizer(source: Source) -> Path | None:
     from trainer.data.tokenizer import find_tokenizer
 
     # Several files share a folder. A dict drops duplicates and, unlike a set, keeps the order of the source.
-    files = [file.path for file in source.small_files if file.is_at_top]
+    files = [file.path for file in source.side_files if file.is_at_top]
     fetch_copies(files)
     folders = dict.fromkeys(local_copy(path).parent for path in files)
     return next(filter(None, map(find_tokenizer, folders)), None)
@@ -121,7 +121,7 @@ def source_generation_defaults(
 ) -> GenerationDefaults:
     """Return the end tokens and rules of a checkpoint for generation. See `generation_defaults`."""
     files = [
-        local_copy(file.path) for file in source.small_files if file.name == GENERATION_CONFIG_FILE
+        local_copy(file.path) for file in source.side_files if file.name == GENERATION_CONFIG_FILE
     ]
     defaults = generation_defaults(source.config, files[0] if files else None, vocab)
     for line in defaults.notes:

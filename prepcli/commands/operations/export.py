@@ -66,7 +66,7 @@ from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import CONTENT_KEY
 from prepcli.sources.maps import TensorMap
 from prepcli.sources.openers.tensor_files import is_adapter
-from prepcli.sources.source import Source, stored_axis_maps
+from prepcli.sources.source import Source, stored_rows
 from prepcli.stores.byte_ranges import retry_policy_from_env
 from prepcli.targets.adapter_updates import (
     base_of_adapter,
@@ -231,7 +231,7 @@ def draft_export(
     source = with_tied_head(source) if tied_head else source
     draft = start_draft(
         source,
-        stored_axis_maps(source),
+        stored_rows(source),
         true_vocab=options["true_vocab"],
         dtype=options["dtype"],
         kept=tied_head,

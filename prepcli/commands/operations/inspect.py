@@ -53,7 +53,7 @@ from prepcli.sources.source import (
     SourceTensor,
     label_tensors,
     match_source_tensors,
-    stored_axis_maps,
+    stored_rows,
 )
 from prepcli.sources.tensor_match import (
     DEFAULT_MATCH_OPTIONS,
@@ -88,7 +88,7 @@ def check_values(
 
 def _named_tensors(source: Source, names: Collection[str]) -> Sequence[SourceTensor]:
     """Return the tensors of some leaves or tensors, by name. All tensors if they have other names."""
-    uses = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS).uses
+    uses = match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS).uses
     labels = label_tensors(source, uses)
     tensors: list[SourceTensor] = []
     found: set[str] = set()

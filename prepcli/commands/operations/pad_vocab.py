@@ -28,7 +28,7 @@ from prepcli.execution.workers import ProcessOptions
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import vocab_multiple
 from prepcli.models.rules import PARAM_RULES, format_rule
-from prepcli.sources.source import Source, source_axis_maps
+from prepcli.sources.source import Source, source_rows
 from prepcli.sources.tensor_match import Vocabulary, check_padded_size
 from prepcli.targets.orbax_item import Partitioning
 from prepcli.targets.planner import Draft, start_draft, with_rows
@@ -146,7 +146,7 @@ def _write_padded(opened: OpenedConversion, options: PadVocabOptions) -> Convers
         raise usage_error(what, "pad-vocab pads Hugging Face folders", hint)
     draft = start_draft(
         source,
-        source_axis_maps(source),
+        source_rows(source),
         make_match_options(options),
         true_vocab=options["true_vocab"],
         kept={tensor.name for tensor in source.tensors},
@@ -221,7 +221,7 @@ def padded_vocab_rows(options: SaveInitOptions, draft: Draft, partitioning: Part
         return vocabulary.stored_size
     if pad_vocab == "auto":
         # From the stored size, because save-init never removes rows: 50257 rows on mp=4 become 50260.
-        return mesh_rows(draft.axis_maps, partitioning, vocabulary.stored_size)
+        return mesh_rows(draft.rows, partitioning, vocabulary.stored_size)
     option = Option("pad_vocab", pad_vocab)
     is_number = pad_vocab.isdecimal() and len(pad_vocab) <= MAX_MULTIPLE_DIGITS
     if not is_number or int(pad_vocab) < 1:
@@ -238,10 +238,8 @@ def padded_vocab_rows(options: SaveInitOptions, draft: Draft, partitioning: Part
     return padded
 
 
-def mesh_rows(
-    axis_maps: Mapping[str, ParsedAxisMap], partitioning: Partitioning, num_rows: int
-) -> int:
+def mesh_rows(rows: Mapping[str, ParsedAxisMap], partitioning: Partitioning, num_rows: int) -> int:
     """Return the smallest multiple for the mesh, of at least `num_rows` rows."""
-    dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items()}
+    dims = {path: row.leaf_dims for path, row in rows.items()}
     multiple = vocab_multiple(dims, partitioning.mesh, partitioning.rules)
     return -(-num_rows // multiple) * multiple

@@ -229,7 +229,7 @@ def _draft_item(
     layout = resolve_layout(options, source, params_only=params_only)
     draft = start_draft(
         source,
-        layout.axis_maps(source),
+        layout.rows(source),
         make_match_options(options),
         true_vocab=options["true_vocab"],
         dtype=options["dtype"],
@@ -237,7 +237,7 @@ def _draft_item(
     # A tied head has no leaf in the output, so a rule for it would have no effect.
     tied_leaf = source.family.tying.head_leaf if draft.match.is_tied else None
     dims: dict[str, LeafDims] = {}
-    for path, axis_map in draft.axis_maps.items():
+    for path, axis_map in draft.rows.items():
         if path != tied_leaf:
             dims[path] = axis_map.leaf_dims
     for tensor in source.tower_tensors:

@@ -443,17 +443,17 @@ def _padded_rows(source: Source, present: VocabularyTensors, num_rows: int) -> i
     layout = _item_layout(source)
     if layout is None or layout.partitioning.mesh is None:
         return num_rows
-    return mesh_rows(present.axis_maps, layout.partitioning, num_rows)
+    return mesh_rows(present.rows, layout.partitioning, num_rows)
 
 
 def _place_change(draft: Draft, files: Mapping[str, bytes | None]) -> tuple[Draft, Placed]:
     """Place a draft in the format and layout of its source, with other small files. Content None removes a file."""
     source = draft.source
-    side_files = [file for file in draft.side_files if file.path not in files]
+    small_files = [file for file in draft.small_files if file.path not in files]
     for path, content in files.items():
         if content is not None:
-            side_files.append(SmallFile(path, content))
-    draft = replace(draft, side_files=tuple(side_files))
+            small_files.append(SmallFile(path, content))
+    draft = replace(draft, small_files=tuple(small_files))
     layout = _item_layout(source)
     if layout is None:
         return draft, place_in_source_files(draft)

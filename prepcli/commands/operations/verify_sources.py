@@ -53,7 +53,7 @@ from prepcli.sources.source import (
     label_tensors,
     match_source_tensors,
     read_config,
-    stored_axis_maps,
+    stored_rows,
 )
 from prepcli.sources.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.sources.vocabulary_tensors import vocabulary_names
@@ -99,7 +99,7 @@ def collect_model(source: Source, other: Source | None = None) -> VerifiedModel:
         return _collect_adapter(source)
     if other is not None:
         source = without_recorded_drops(source, other.manifest or NO_MANIFEST)
-    match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
+    match = match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS)
     matched = [t for t in source.tensors if t.name in match.uses]
     tensors = {t.name: t for t in (*matched, *source.tower_tensors, *source.state_tensors)}
     vocabulary = source.vocabulary()

@@ -130,7 +130,7 @@ def make_source(
         tensors=tuple(tensors),
         files=tuple(files),
         file_stamps=tuple(stamps),
-        small_files=model.side_files.copied,
+        side_files=model.side_files.copied,
         manifest=located.manifest,
         config_path=model.config_path,
         left_files=model.side_files.left,
@@ -529,7 +529,7 @@ def open_adapter(path: AnyPath, family: Family, config: HFConfig) -> Source:
         tensors=file_tensors(header.tensors, names, manifest),
         files=(path / header.file_name,),
         file_stamps=file_stamps([header]),
-        small_files=(),
+        side_files=(),
         manifest=manifest,
     )
 

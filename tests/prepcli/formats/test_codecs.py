@@ -35,7 +35,17 @@ def test_parse_compression_returns_none_without_a_text():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "unknown", "gzip", "zstd:", "zstd:0", "zstd:20", "zstd:-1", "zstd:1e1", "zstd:" + "9" * 99],
+    [
+        "",
+        "unknown",
+        "gzip",
+        "zstd:",
+        "zstd:0",
+        "zstd:20",
+        "zstd:-1",
+        "zstd:1e1",
+        "zstd:" + "9" * 99,
+    ],
 )
 def test_parse_compression_rejects_invalid_text(text: str):
     with pytest.raises(PrepError, match="is invalid") as caught:

@@ -18,7 +18,7 @@ from prepcli.formats.msgpack import read_flax_files
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.references import EASYLM_PARTS, split_part
-from prepcli.sources.source import match_source_tensors, source_axis_maps, stored_tensor
+from prepcli.sources.source import match_source_tensors, source_rows, stored_tensor
 from prepcli.sources.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from tests.helpers.golden_flax import FILES, FOLDER, LLAMA, decode_msgpack
 from tests.helpers.memory_stores import store_of
@@ -45,7 +45,7 @@ def opens_fuzzed_file(folder: Path, seed: int) -> bool:
     try:
         prefix = rng.choice(["", *(f"{part}::" for part in EASYLM_PARTS)])
         source = open_source(locate(f"{prefix}{path if seed % 2 else folder}"))
-        match_source_tensors(source, source_axis_maps(source), DEFAULT_MATCH_OPTIONS)
+        match_source_tensors(source, source_rows(source), DEFAULT_MATCH_OPTIONS)
     except PrepError:
         return False
     finally:
@@ -63,7 +63,7 @@ def test_fuzzed_file_opens_or_raises_prep_error(tmp_path: Path, part: int):
 
 def match_file(path: Path) -> TensorMatch:
     source = open_source(locate(str(path)))
-    return match_source_tensors(source, source_axis_maps(source), DEFAULT_MATCH_OPTIONS)
+    return match_source_tensors(source, source_rows(source), DEFAULT_MATCH_OPTIONS)
 
 
 def test_truncated_stream_is_rejected(tmp_path: Path):

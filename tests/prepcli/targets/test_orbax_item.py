@@ -44,7 +44,7 @@ def item_of(
     """Return the item of a source with `vocab` rows of the vocabulary."""
     partitioning = Partitioning(parse_mesh(mesh) if mesh else None, DEFAULT_RULES)
     layout = OrbaxLayout(partitioning, scan=scan, scan_axis=axis)
-    draft = start_draft(source, layout.axis_maps(source))
+    draft = start_draft(source, layout.rows(source))
     return layout.place(with_rows(draft, vocab))
 
 

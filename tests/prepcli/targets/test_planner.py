@@ -16,7 +16,7 @@ from prepcli.models.registry import family_of
 from prepcli.models.rules import DEFAULT_RULES
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan, Stream
-from prepcli.sources.source import Source, SourceTensor, stored_axis_maps
+from prepcli.sources.source import Source, SourceTensor, stored_rows
 from prepcli.sources.tensor_match import detect_names
 from prepcli.targets.orbax_item import OrbaxLayout, Partitioning
 from prepcli.targets.planner import Draft, make_plan, start_draft, with_rows, with_tied_head
@@ -45,7 +45,7 @@ def source_of(config: dict[str, Any]) -> Source:
 
 def draft_of(config: dict[str, Any], dtype: str | None = None) -> Draft:
     source = source_of(config)
-    return start_draft(source, stored_axis_maps(source), dtype=dtype)
+    return start_draft(source, stored_rows(source), dtype=dtype)
 
 
 def folder_plan(draft: Draft) -> Plan:
@@ -77,7 +77,7 @@ def test_cast_draft_writes_the_requested_dtype():
 
 def test_tied_head_is_read_a_second_time():
     source = with_tied_head(source_of(GPT2))
-    draft = start_draft(source, stored_axis_maps(source), kept={"lm_head.weight"})
+    draft = start_draft(source, stored_rows(source), kept={"lm_head.weight"})
     plan = folder_plan(draft)
     assert "lm_head.weight" in {tensor.name for tensor in draft.tensors}
     (head,) = streams_of(plan, "lm_head.weight")

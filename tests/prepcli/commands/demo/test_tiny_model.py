@@ -25,7 +25,7 @@ def test_tiny_model_is_a_valid_source(model: Path) -> None:
     assert source.family.name == "gpt_neo"
     assert len(source.files) == 3
     assert source.vocabulary().true_size == len(set(VOCABULARY)) == 257
-    assert [path.name for path in source.small_files] == [
+    assert [path.name for path in source.side_files] == [
         "generation_config.json",
         "tokenizer.json",
         "tokenizer_config.json",
