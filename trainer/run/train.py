@@ -52,7 +52,6 @@ from trainer.run.run import (
 )
 from trainer.run.start import (
     StartCheckpoint,
-    check_restart_source,
     open_last_step,
     open_model_start,
     with_adapters,
@@ -60,6 +59,7 @@ from trainer.run.start import (
 from trainer.run.storage import (
     check_last_step,
     check_repository,
+    check_restart_source,
     check_shared_folder,
     describe_missing_exports,
     describe_saved_progress,
