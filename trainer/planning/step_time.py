@@ -144,8 +144,8 @@ def parse_devices(devices: str) -> tuple[Accelerator | None, int | None]:
 # A ring of n devices sends (n - 1) / n of an array for an all-gather or a reduce-scatter, and twice that for an
 # all-reduce. Per micro-batch, in the dtype of the computation unless stated otherwise:
 #
-#     fsdp   an all-gather of all parameters in the forward and in the backward pass, and a reduce-scatter of their
-#            gradients in float32
+#     fsdp   an all-gather of all parameters in the forward and in the backward pass, and a reduce-scatter of the
+#            gradients of trained parameters in float32
 #     dp     an all-reduce of the gradients in float32
 #     mp     in each layer, an all-gather of the residual stream [B, T, D] before attention and before the MLP, and a
 #            reduce-scatter after them, forward and backward, and once more if the layer is rematerialized. The same
@@ -212,24 +212,26 @@ def _divide_traffic(axis: str, inputs: MemoryInputs, nbytes: int, num_slices: in
 
 def _gradient_nbytes(inputs: MemoryInputs) -> int:
     """Return the bytes of an all-reduce of the gradients on each device, in rings."""
-    return 2 * FLOAT32 * sum(map(inputs.local_leaf_size, inputs.leaves.values()))
+    return 2 * FLOAT32 * sum(map(inputs.local_leaf_size, inputs.trained_leaves.values()))
 
 
 def _fsdp_nbytes(inputs: MemoryInputs) -> int:
     """Return the bytes of all collectives over fsdp.
 
     A split leaf is all-gathered and its gradient reduce-scattered. The gradient of an unsplit leaf is
-    all-reduced.
+    all-reduced. Frozen leaves have no gradient.
     """
+    trained = inputs.trained_leaves
     num_bytes = 0
-    for leaf in inputs.leaves.values():
+    for path, leaf in inputs.all_leaves.items():
         gathered_size = inputs.local_leaf_size(leaf, is_gathered=True)
-        local_size = inputs.local_leaf_size(leaf)
-        if gathered_size > local_size:
-            element_nbytes = WEIGHT_GATHERS * inputs.itemsize + FLOAT32
-        else:
+        is_split = gathered_size > inputs.local_leaf_size(leaf)
+        element_nbytes = 0
+        if is_split:
+            element_nbytes += WEIGHT_GATHERS * inputs.itemsize
+        if path in trained:
             # An all-reduce sends as much as a reduce-scatter and an all-gather, in float32.
-            element_nbytes = 2 * FLOAT32
+            element_nbytes += FLOAT32 if is_split else 2 * FLOAT32
         num_bytes += gathered_size * element_nbytes
     return num_bytes
 
