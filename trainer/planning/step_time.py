@@ -307,8 +307,8 @@ def axis_strides(inputs: MemoryInputs) -> Iterator[tuple[str, int]]:
 #     step = max(compute, memory, overlapped) + exposed
 #
 #     compute     executed operations of a device / (peak * COMPUTE_EFFICIENCY)
-#     memory      bytes that pass between a device and its memory: state and gradients once each way, the gathered
-#                 weights in three passes, and saved activations both ways
+#     memory      bytes that pass between a device and its memory: trained parameters, moments and gradients once each
+#                 way, the gathered weights in three passes, or two if they are frozen, and saved activations both ways
 #     overlapped  the slowest mesh axis among dp, fsdp and sp, in parallel with other work
 #     exposed     communication over mp, on whose results the next operation waits
 #
@@ -318,8 +318,8 @@ def axis_strides(inputs: MemoryInputs) -> Iterator[tuple[str, int]]:
 # Share of the peak that large matrix products reach. Published model FLOPs utilizations of whole steps are 0.33 to
 # 0.42 on H100 (torchtitan, Llama 3.1 8B) and 0.65 on v5p (MaxText, Llama 2 70B).
 COMPUTE_EFFICIENCY = 0.6
-# Passes over the weights: forward, gradients of inputs, gradients of weights.
-WEIGHT_READS = 3
+# Passes over all weights: forward, gradients of inputs. The gradients of trained weights are a third pass.
+INPUT_READS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,14 +369,9 @@ def estimate_step_time(
     """
     strides = dict(axis_strides(inputs))
     seconds = [(_axis_seconds(axis, kind, strides[axis.axis]), axis.overlaps) for axis in traffic]
-    # Per step the state and the gradients are read and written once. Per micro-batch the gathered
-    # weights are read in three passes, and saved activations are written and read.
-    weights = sum(inputs.local_leaf_size(leaf, is_gathered=True) for leaf in inputs.leaves.values())
-    micro_batch_nbytes = WEIGHT_READS * weights * inputs.itemsize + 2 * memory.saved
-    memory_traffic = 2 * (memory.state + memory.gradients) + inputs.accumulate * micro_batch_nbytes
     return StepTime(
         compute_s=flops.executed / compute_shards(inputs) / (kind.peak_flops * COMPUTE_EFFICIENCY),
-        memory_s=memory_traffic / kind.memory_bandwidth,
+        memory_s=_memory_traffic(inputs, memory) / kind.memory_bandwidth,
         overlapped_s=max((axis_s for axis_s, overlaps in seconds if overlaps), default=0.0),
         exposed_s=sum(axis_s for axis_s, overlaps in seconds if not overlaps),
     )
@@ -397,3 +392,21 @@ def compute_shards(inputs: MemoryInputs) -> int:
     """Return the number of devices among which the computation is divided."""
     num_batch_shards = inputs.micro_batch_size // inputs.local_batch_size
     return num_batch_shards * inputs.axis_size("mp") * inputs.num_sequence_shards
+
+
+def _memory_traffic(inputs: MemoryInputs, memory: MemoryEstimate) -> int:
+    """Return the bytes that pass between a device and its memory in a step."""
+    # Per step the trained parameters, the moments and the gradients are read and written once. Per micro-batch the
+    # gathered weights are read in two passes, and trained ones in a third. Saved activations are written and read.
+    trained = inputs.trained_leaves.values()
+    trained_itemsize = inputs.stored_itemsize
+    if inputs.adapters is not None:
+        trained_itemsize = inputs.adapter_itemsize
+    updated_nbytes = trained_itemsize * sum(map(inputs.local_leaf_size, trained))
+    reads = INPUT_READS * sum(
+        inputs.local_leaf_size(leaf, is_gathered=True) for leaf in inputs.all_leaves.values()
+    )
+    reads += sum(inputs.local_leaf_size(leaf, is_gathered=True) for leaf in trained)
+    micro_batch_nbytes = reads * inputs.itemsize + 2 * memory.saved
+    step_nbytes = 2 * (updated_nbytes + memory.moments + memory.gradients)
+    return step_nbytes + inputs.accumulate * micro_batch_nbytes
