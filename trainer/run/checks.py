@@ -380,9 +380,8 @@ def host_memory() -> dict[str, int | None]:
 
 def checkpoint_nbytes(recipe: Recipe, leaves: Mapping[str, ParamLeaf]) -> int:
     """Return the size of one checkpoint: parameters, and the optimizer state if it is saved."""
-    params_nbytes = itemsize(recipe.model.param_dtype) * sum(
-        math.prod(leaf.shape) for leaf in leaves.values()
-    )
+    dtype = recipe.checkpoint.dtype or recipe.model.param_dtype
+    params_nbytes = itemsize(dtype) * sum(math.prod(leaf.shape) for leaf in leaves.values())
     if not recipe.checkpoint.optimizer_state:
         return params_nbytes
     return params_nbytes + sum(leaf.nbytes for leaf in state_leaves(recipe.optimizer, leaves))

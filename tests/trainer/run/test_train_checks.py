@@ -85,7 +85,10 @@ def leaves(count: int) -> dict[str, ParamLeaf]:
 
 def test_checkpoint_nbytes_counts_parameters_and_moments(tmp_path: Path):
     assert checkpoint_nbytes(recipe(tmp_path), leaves(10)) == 120
-    assert checkpoint_nbytes(recipe(tmp_path, "checkpoint.optimizer_state=false"), leaves(10)) == 40
+    params_only = "checkpoint.optimizer_state=false"
+    assert checkpoint_nbytes(recipe(tmp_path, params_only), leaves(10)) == 40
+    cast = recipe(tmp_path, params_only, "checkpoint.dtype=bfloat16")
+    assert checkpoint_nbytes(cast, leaves(10)) == 20
 
 
 @pytest.mark.parametrize(
