@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
     from trainer.run.start import StartCheckpoint
     from trainer.training.datasets import DataModel
+    from trainer.training.events import Interval
     from trainer.training.setup import LoopConfig
 
 
@@ -180,7 +181,13 @@ def check_before_steps(
     warnings += run_warnings(run.recipe, config, last_step=step)
     if run.storage.is_on_disk:
         leaves = config.setup.model.saved_leaves
-        warnings += disk_warnings(run.folder, run.recipe, leaves, config.steps - step)
+        warnings += disk_warnings(
+            run.folder,
+            run.recipe,
+            leaves,
+            steps=range(step + 1, config.steps + 1),
+            save_every=config.save_every,
+        )
     for warning in filter(None, warnings):
         run.observer.warn(warning)
 
@@ -380,11 +387,16 @@ def host_memory() -> dict[str, int | None]:
 
 def checkpoint_nbytes(recipe: Recipe, leaves: Mapping[str, ParamLeaf]) -> int:
     """Return the size of one checkpoint: parameters, and the optimizer state if it is saved."""
-    dtype = recipe.checkpoint.dtype or recipe.model.param_dtype
-    params_nbytes = itemsize(dtype) * sum(math.prod(leaf.shape) for leaf in leaves.values())
+    params_nbytes = _params_nbytes(recipe, leaves)
     if not recipe.checkpoint.optimizer_state:
         return params_nbytes
     return params_nbytes + sum(leaf.nbytes for leaf in state_leaves(recipe.optimizer, leaves))
+
+
+def _params_nbytes(recipe: Recipe, leaves: Mapping[str, ParamLeaf]) -> int:
+    """Return the size of the parameters in a checkpoint. An export has the same dtype."""
+    dtype = recipe.checkpoint.dtype or recipe.model.param_dtype
+    return itemsize(dtype) * sum(math.prod(leaf.shape) for leaf in leaves.values())
 
 
 def check_disk(folder: Path, needed_nbytes: int) -> None:
@@ -411,27 +423,61 @@ def check_disk(folder: Path, needed_nbytes: int) -> None:
 
 
 def disk_warnings(
-    folder: Path, recipe: Recipe, leaves: Mapping[str, ParamLeaf], steps_left: int
+    folder: Path,
+    recipe: Recipe,
+    leaves: Mapping[str, ParamLeaf],
+    *,
+    steps: range,
+    save_every: Interval,
 ) -> Iterator[str]:
-    """Yield a warning if the kept checkpoints, and the one being written, exceed the free disk space."""
-    one_nbytes = checkpoint_nbytes(recipe, leaves)
+    """Yield a warning if the kept checkpoints, the one being written, and exports exceed the free disk space.
+
+    Args:
+        folder: Folder of the run.
+        recipe: The recipe.
+        leaves: Parameters in its checkpoints, by path.
+        steps: Steps that are left.
+        save_every: Steps between two checkpoints, without milestones and exports.
+    """
+    if not steps:
+        return
     table = recipe.checkpoint
-    saves = min(steps_left, 1)
-    if table.every:
-        saves = -(-steps_left // table.every)  # rounded up
+    saves = _num_saves(steps, (save_every, table.milestones, table.export_every))
     num_checkpoints = saves
     if table.keep != "all":
         # The kept ones, and a new one before an old one is removed
-        num_checkpoints = min(saves, table.keep + 1)
-    if table.milestones:
-        num_checkpoints += steps_left // table.milestones
+        num_checkpoints = min(saves, table.keep + 1) + _num_multiples(steps, table.milestones)
     if table.best is not None:
         num_checkpoints += 1
+    num_exports = _num_multiples(steps, table.export_every)
+    if table.push is not None and not (table.export_every and steps[-1] % table.export_every == 0):
+        num_exports += 1
+    checkpoint_size, export_size = checkpoint_nbytes(recipe, leaves), _params_nbytes(recipe, leaves)
     free_nbytes = shutil.disk_usage(_nearest_existing_folder(folder)).free
-    if num_checkpoints * one_nbytes > free_nbytes:
-        sizes = f"{count_text(num_checkpoints, 'checkpoint')} of {format_bytes(one_nbytes)}"
+    if num_checkpoints * checkpoint_size + num_exports * export_size > free_nbytes:
+        sizes = f"{count_text(num_checkpoints, 'checkpoint')} of {format_bytes(checkpoint_size)}"
+        if num_exports:
+            sizes += f" and {count_text(num_exports, 'export')} of {format_bytes(export_size)}"
         free = format_bytes(free_nbytes)
         yield f"{folder} will hold {sizes}, its disk has {free} free: a smaller `checkpoint.keep`"
+
+
+def _num_saves(steps: range, intervals: Iterable[Interval]) -> int:
+    """Return how many of the steps are saved at some interval, or at the end. Rarely it is a few too many."""
+    every = set(filter(None, intervals))
+    # A multiple of another interval adds no saves.
+    distinct = [n for n in every if not any(n != m and n % m == 0 for m in every)]
+    count = sum(_num_multiples(steps, n) for n in distinct)
+    if not any(steps[-1] // n > (steps[-1] - 1) // n for n in distinct):
+        count += 1
+    return min(count, len(steps))
+
+
+def _num_multiples(steps: range, interval: Interval) -> int:
+    """Return how many of the steps complete a multiple of an interval. 0 for the interval 0."""
+    if not interval:
+        return 0
+    return steps[-1] // interval - (steps[0] - 1) // interval
 
 
 def _nearest_existing_folder(folder: Path) -> Path:
