@@ -384,8 +384,9 @@ def _axis_seconds(axis: AxisTraffic, kind: Accelerator, stride: int) -> float:
 
 
 def tokens_per_step(inputs: MemoryInputs) -> int:
-    """Return the tokens of a step. With an encoder, only the targets count."""
-    return inputs.accumulate * inputs.micro_batch_size * inputs.seq_length
+    """Return the tokens of a step: targets and sources, with padding."""
+    length = inputs.seq_length + inputs.source_length
+    return inputs.accumulate * inputs.micro_batch_size * length
 
 
 def compute_shards(inputs: MemoryInputs) -> int:

@@ -166,7 +166,7 @@ class LoopConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a training step, source tokens included."""
+        """Tokens of a training step: targets and sources, with padding."""
         columns = self.train.columns
         tokens_per_row = 0
         for name in ("tokens", "source"):
