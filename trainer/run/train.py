@@ -154,7 +154,7 @@ def train(
                         loop.run(stop_signal)
                 end_exports(run, loop, exports, stop_signal=stop_signal())
             displays.close()
-            return finish(run, loop)
+            return finish(run, loop, resumed_at=step)
 
 
 @contextmanager
@@ -470,7 +470,7 @@ def end_exports(run: Run, loop: Loop, exports: StepExports | None, *, stop_signa
         exports.abandon()
 
 
-def finish(run: Run, loop: Loop) -> TrainResult:
+def finish(run: Run, loop: Loop, *, resumed_at: int) -> TrainResult:
     """Return the result of a run after its last step, and upload this step if the recipe names a repository."""
     config = loop.config
     error = None
@@ -481,7 +481,7 @@ def finish(run: Run, loop: Loop) -> TrainResult:
         run,
         config,
         step=loop.step,
-        resumed_at=loop.start_step,
+        resumed_at=resumed_at,
         metrics=loop.metrics,
         end_reason=loop.end_reason,
         error=error,

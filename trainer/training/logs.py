@@ -43,7 +43,8 @@ class StepLine(ZLossField, SpeedFields):
     accuracy: float | None
     grad_norm: float | None  # Norm of the gradients
     lr: float  # Learning rate
-    tokens: int  # Tokens of all steps so far
+    # Tokens of all steps so far. Steps before a training state that the run began with count as its own.
+    tokens: int
     skipped: int  # Number of skipped steps so far
 
 
