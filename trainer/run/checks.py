@@ -296,12 +296,12 @@ def check_config(config: HFConfig, *, run: Run, sharding: ShardingContext) -> No
         sharding: Mesh and rules of the recipe.
     """
     model = model_of_config(config)
-    plan, available = plan_run(run.recipe, model, sharding)
+    plan, available = plan_run(run.recipe, model, sharding, num_processes=run.processes_per_host)
     check_memory(plan, available_nbytes=available, observer=run.observer, force=run.options.force)
 
 
 def plan_run(
-    recipe: Recipe, model: PlannedModel, sharding: ShardingContext, *, num_processes: int = 1
+    recipe: Recipe, model: PlannedModel, sharding: ShardingContext, *, num_processes: int
 ) -> tuple[TrainingPlan, int | None]:
     """Plan a training step on the devices of a run. Return the plan and the memory of one device.
 
