@@ -1,7 +1,9 @@
-"""The checks of a run, in the order in which they are made. Each raises the first problem, with what fixes it.
+"""The checks of a run. Each raises the first problem, with what fixes it.
+
+A run makes them in this order:
 
 1. `check_inputs` and `check_devices`: the recipe alone, before a model is located.
-2. `check_config`: the memory of a step, before the tensors of a model are matched.
+2. `check_config`: the memory of a step, before the tensors of a model are matched. Not for a checkpoint of prep.
 3. `check_model` and `check_machine`: model, memory and disk, before data is tokenized.
 4. `check_before_steps`: the data, the earlier steps of the run, and warnings.
 """
@@ -315,8 +317,9 @@ def plan_run(
     """
     assert sharding.device_mesh is not None
     devices = list(sharding.device_mesh.local_devices)
-    # A kernel that is made for one accelerator may fail its numeric check, and the kernel that replaces it needs more
-    # memory. The plan therefore assumes a kernel that runs on every accelerator.
+    # The recipe of `check_machine` names the kernel of the run. `check_config` is called before the choice: a kernel
+    # made for one accelerator may fail its numeric check, and the kernel that replaces it needs more memory. The plan
+    # then assumes a kernel that runs on every accelerator.
     device = CPU if devices[0].platform == CPU.platform else ANY_ACCELERATOR
     plan = plan_training(
         with_overrides(recipe, {"mesh": str(sharding.mesh)}), model, sharding.rules, device=device
@@ -463,7 +466,7 @@ def disk_warnings(
 
 
 def _num_saves(steps: range, intervals: Iterable[Interval]) -> int:
-    """Return how many of the steps are saved at some interval, or at the end. Rarely it is a few too many."""
+    """Return the number of saves at the intervals and the last step, or rarely a few more."""
     every = set(filter(None, intervals))
     # A multiple of another interval adds no saves.
     distinct = [n for n in every if not any(n != m and n % m == 0 for m in every)]
@@ -474,7 +477,7 @@ def _num_saves(steps: range, intervals: Iterable[Interval]) -> int:
 
 
 def _num_multiples(steps: range, interval: Interval) -> int:
-    """Return how many of the steps complete a multiple of an interval. 0 for the interval 0."""
+    """Return the number of multiples of an interval, rounded up to steps. 0 for the interval 0."""
     if not interval:
         return 0
     return steps[-1] // interval - (steps[0] - 1) // interval

@@ -57,7 +57,8 @@ CompiledStep = Callable[..., tuple[TrainState, dict[str, Array]]]
 class Loop:
     """A run in progress.
 
-    Apart from the training state, all its values can be rebuilt from the config and the step.
+    A resumed run takes the training state, `lowest_cost`, `patience` and `missing_events` from its files. All other
+    values follow from the config and the step.
 
     Attributes:
         step: The last step taken.
