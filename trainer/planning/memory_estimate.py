@@ -11,7 +11,8 @@ At its peak a step needs
                          their dtype
     gradients            their sum and the update, float32: 8 bytes per trained parameter. With exact reduction also
                          the unsplit sums of log2(n) + 1 subtrees, for n logical shards of the device, and with fsdp
-                         the gathered parameters, float32: 4 bytes per parameter of the whole model each
+                         the gathered parameters, float32: 4 bytes per parameter of the whole model each. Frozen
+                         parameters have one copy instead of the sums
     batch                token ids, targets and weights of all micro-batches, segment ids and positions of packed
                          documents, and ids and weights of sources: 4 bytes each
     saved                for each layer the inputs of its backward pass (below), and its weights in the dtype `c`
@@ -196,14 +197,18 @@ def _layers_computed_together(inputs: MemoryInputs) -> list[int]:
 
 
 def _exact_reduction_nbytes(inputs: MemoryInputs) -> int:
-    """Return the bytes of unsplit gradients and gathered parameters of an exact reduction, or 0 for a fast one."""
+    """Return the bytes of unsplit gradients and parameters of an exact reduction, or 0 for a fast one."""
     if not inputs.is_exact:
         return 0
-    num_parameters = sum(math.prod(leaf.shape) for leaf in inputs.leaves.values())
-    is_split = num_parameters > sum(inputs.local_leaf_size(leaf) for leaf in inputs.leaves.values())
+    leaves = inputs.all_leaves.values()
+    num_parameters = sum(math.prod(leaf.shape) for leaf in leaves)
+    num_trained = sum(math.prod(leaf.shape) for leaf in inputs.trained_leaves.values())
+    is_split = num_parameters > sum(inputs.local_leaf_size(leaf) for leaf in leaves)
     # log2(shards of the device) + 1: one sum per level of the tree, and the running one.
     num_sums = inputs.accumulate.bit_length()
-    return FLOAT32 * num_parameters * (num_sums + is_split)
+    # XLA keeps another copy of frozen parameters during the loop over shards.
+    num_copied = num_parameters - num_trained + num_parameters * is_split
+    return FLOAT32 * (num_trained * num_sums + num_copied)
 
 
 def _lm_head_nbytes(inputs: MemoryInputs) -> int:

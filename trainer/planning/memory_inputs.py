@@ -100,6 +100,11 @@ class MemoryInputs:
         return self.adapters
 
     @property
+    def all_leaves(self) -> Mapping[str, ParamLeaf]:
+        """Parameters of the model and its adapters, by path."""
+        return {**self.leaves, **(self.adapters or {})}
+
+    @property
     def trained_leaves(self) -> Mapping[str, ParamLeaf]:
         """Parameters with gradients and moments, by path."""
         return {path: leaf for path, leaf in self.saved_leaves.items() if path not in self.frozen}

@@ -144,8 +144,8 @@ def parse_devices(devices: str) -> tuple[Accelerator | None, int | None]:
 # A ring of n devices sends (n - 1) / n of an array for an all-gather or a reduce-scatter, and twice that for an
 # all-reduce. Per micro-batch, in the dtype of the computation unless stated otherwise:
 #
-#     fsdp   an all-gather of all parameters in the forward and in the backward pass, and a reduce-scatter of their
-#            gradients in float32
+#     fsdp   an all-gather of all parameters in the forward and in the backward pass, and a reduce-scatter of the
+#            gradients of trained parameters in float32
 #     dp     an all-reduce of the gradients in float32
 #     mp     in each layer, an all-gather of the residual stream [B, T, D] before attention and before the MLP, and a
 #            reduce-scatter after them, forward and backward, and once more if the layer is rematerialized. The same
@@ -212,24 +212,26 @@ def _divide_traffic(axis: str, inputs: MemoryInputs, nbytes: int, num_slices: in
 
 def _gradient_nbytes(inputs: MemoryInputs) -> int:
     """Return the bytes of an all-reduce of the gradients on each device, in rings."""
-    return 2 * FLOAT32 * sum(map(inputs.local_leaf_size, inputs.leaves.values()))
+    return 2 * FLOAT32 * sum(map(inputs.local_leaf_size, inputs.trained_leaves.values()))
 
 
 def _fsdp_nbytes(inputs: MemoryInputs) -> int:
     """Return the bytes of all collectives over fsdp.
 
     A split leaf is all-gathered and its gradient reduce-scattered. The gradient of an unsplit leaf is
-    all-reduced.
+    all-reduced. Frozen leaves have no gradient.
     """
+    trained = inputs.trained_leaves
     num_bytes = 0
-    for leaf in inputs.leaves.values():
+    for path, leaf in inputs.all_leaves.items():
         gathered_size = inputs.local_leaf_size(leaf, is_gathered=True)
-        local_size = inputs.local_leaf_size(leaf)
-        if gathered_size > local_size:
-            element_nbytes = WEIGHT_GATHERS * inputs.itemsize + FLOAT32
-        else:
+        is_split = gathered_size > inputs.local_leaf_size(leaf)
+        element_nbytes = 0
+        if is_split:
+            element_nbytes += WEIGHT_GATHERS * inputs.itemsize
+        if path in trained:
             # An all-reduce sends as much as a reduce-scatter and an all-gather, in float32.
-            element_nbytes = 2 * FLOAT32
+            element_nbytes += FLOAT32 if is_split else 2 * FLOAT32
         num_bytes += gathered_size * element_nbytes
     return num_bytes
 
@@ -305,8 +307,8 @@ def axis_strides(inputs: MemoryInputs) -> Iterator[tuple[str, int]]:
 #     step = max(compute, memory, overlapped) + exposed
 #
 #     compute     executed operations of a device / (peak * COMPUTE_EFFICIENCY)
-#     memory      bytes that pass between a device and its memory: state and gradients once each way, the gathered
-#                 weights in three passes, and saved activations both ways
+#     memory      bytes that pass between a device and its memory: trained parameters, moments and gradients once each
+#                 way, the gathered weights in three passes, or two if they are frozen, and saved activations both ways
 #     overlapped  the slowest mesh axis among dp, fsdp and sp, in parallel with other work
 #     exposed     communication over mp, on whose results the next operation waits
 #
@@ -316,8 +318,8 @@ def axis_strides(inputs: MemoryInputs) -> Iterator[tuple[str, int]]:
 # Share of the peak that large matrix products reach. Published model FLOPs utilizations of whole steps are 0.33 to
 # 0.42 on H100 (torchtitan, Llama 3.1 8B) and 0.65 on v5p (MaxText, Llama 2 70B).
 COMPUTE_EFFICIENCY = 0.6
-# Passes over the weights: forward, gradients of inputs, gradients of weights.
-WEIGHT_READS = 3
+# Passes over all weights: forward, gradients of inputs. The gradients of trained weights are a third pass.
+INPUT_READS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,14 +369,9 @@ def estimate_step_time(
     """
     strides = dict(axis_strides(inputs))
     seconds = [(_axis_seconds(axis, kind, strides[axis.axis]), axis.overlaps) for axis in traffic]
-    # Per step the state and the gradients are read and written once. Per micro-batch the gathered
-    # weights are read in three passes, and saved activations are written and read.
-    weights = sum(inputs.local_leaf_size(leaf, is_gathered=True) for leaf in inputs.leaves.values())
-    micro_batch_nbytes = WEIGHT_READS * weights * inputs.itemsize + 2 * memory.saved
-    memory_traffic = 2 * (memory.state + memory.gradients) + inputs.accumulate * micro_batch_nbytes
     return StepTime(
         compute_s=flops.executed / compute_shards(inputs) / (kind.peak_flops * COMPUTE_EFFICIENCY),
-        memory_s=memory_traffic / kind.memory_bandwidth,
+        memory_s=_memory_traffic(inputs, memory) / kind.memory_bandwidth,
         overlapped_s=max((axis_s for axis_s, overlaps in seconds if overlaps), default=0.0),
         exposed_s=sum(axis_s for axis_s, overlaps in seconds if not overlaps),
     )
@@ -387,11 +384,30 @@ def _axis_seconds(axis: AxisTraffic, kind: Accelerator, stride: int) -> float:
 
 
 def tokens_per_step(inputs: MemoryInputs) -> int:
-    """Return the tokens of a step. With an encoder, only the targets count."""
-    return inputs.accumulate * inputs.micro_batch_size * inputs.seq_length
+    """Return the tokens of a step: targets and sources, with padding."""
+    length = inputs.seq_length + inputs.source_length
+    return inputs.accumulate * inputs.micro_batch_size * length
 
 
 def compute_shards(inputs: MemoryInputs) -> int:
     """Return the number of devices among which the computation is divided."""
     num_batch_shards = inputs.micro_batch_size // inputs.local_batch_size
     return num_batch_shards * inputs.axis_size("mp") * inputs.num_sequence_shards
+
+
+def _memory_traffic(inputs: MemoryInputs, memory: MemoryEstimate) -> int:
+    """Return the bytes that pass between a device and its memory in a step."""
+    # Per step the trained parameters, the moments and the gradients are read and written once. Per micro-batch the
+    # gathered weights are read in two passes, and trained ones in a third. Saved activations are written and read.
+    trained = inputs.trained_leaves.values()
+    trained_itemsize = inputs.stored_itemsize
+    if inputs.adapters is not None:
+        trained_itemsize = inputs.adapter_itemsize
+    updated_nbytes = trained_itemsize * sum(map(inputs.local_leaf_size, trained))
+    reads = INPUT_READS * sum(
+        inputs.local_leaf_size(leaf, is_gathered=True) for leaf in inputs.all_leaves.values()
+    )
+    reads += sum(inputs.local_leaf_size(leaf, is_gathered=True) for leaf in trained)
+    micro_batch_nbytes = reads * inputs.itemsize + 2 * memory.saved
+    step_nbytes = 2 * (updated_nbytes + memory.moments + memory.gradients)
+    return step_nbytes + inputs.accumulate * micro_batch_nbytes

@@ -57,7 +57,7 @@ class KindEstimate:
     kind: Accelerator  # The accelerators
     fits: bool  # Whether the estimated peak is within their memory
     time: StepTime  # Time of the step
-    tokens_per_s: float  # Tokens of all devices per second
+    tokens_per_s: float  # Tokens of all devices per second, with the tokens of sources
     mfu_full: float  # Model FLOPs utilization, masked pairs counted as in published figures
     mfu_causal: float  # The same without masked pairs
 
@@ -78,7 +78,7 @@ class TrainingPlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens of a step. See `tokens_per_step`."""
         return tokens_per_step(self.inputs)
 
     def estimate_on(self, kind: Accelerator) -> KindEstimate:

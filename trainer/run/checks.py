@@ -1,7 +1,9 @@
-"""The checks of a run, in the order in which they are made. Each raises the first problem, with what fixes it.
+"""The checks of a run. Each raises the first problem, with what fixes it.
+
+A run makes them in this order:
 
 1. `check_inputs` and `check_devices`: the recipe alone, before a model is located.
-2. `check_config`: the memory of a step, before the tensors of a model are matched.
+2. `check_config`: the memory of a step, before the tensors of a model are matched. Not for a checkpoint of prep.
 3. `check_model` and `check_machine`: model, memory and disk, before data is tokenized.
 4. `check_before_steps`: the data, the earlier steps of the run, and warnings.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
     from trainer.run.start import StartCheckpoint
     from trainer.training.datasets import DataModel
+    from trainer.training.events import Interval
     from trainer.training.setup import LoopConfig
 
 
@@ -180,7 +183,13 @@ def check_before_steps(
     warnings += run_warnings(run.recipe, config, last_step=step)
     if run.storage.is_on_disk:
         leaves = config.setup.model.saved_leaves
-        warnings += disk_warnings(run.folder, run.recipe, leaves, config.steps - step)
+        warnings += disk_warnings(
+            run.folder,
+            run.recipe,
+            leaves,
+            steps=range(step + 1, config.steps + 1),
+            save_every=config.save_every,
+        )
     for warning in filter(None, warnings):
         run.observer.warn(warning)
 
@@ -289,12 +298,12 @@ def check_config(config: HFConfig, *, run: Run, sharding: ShardingContext) -> No
         sharding: Mesh and rules of the recipe.
     """
     model = model_of_config(config)
-    plan, available = plan_run(run.recipe, model, sharding)
+    plan, available = plan_run(run.recipe, model, sharding, num_processes=run.processes_per_host)
     check_memory(plan, available_nbytes=available, observer=run.observer, force=run.options.force)
 
 
 def plan_run(
-    recipe: Recipe, model: PlannedModel, sharding: ShardingContext, *, num_processes: int = 1
+    recipe: Recipe, model: PlannedModel, sharding: ShardingContext, *, num_processes: int
 ) -> tuple[TrainingPlan, int | None]:
     """Plan a training step on the devices of a run. Return the plan and the memory of one device.
 
@@ -308,8 +317,9 @@ def plan_run(
     """
     assert sharding.device_mesh is not None
     devices = list(sharding.device_mesh.local_devices)
-    # A kernel that is made for one accelerator may fail its numeric check, and the kernel that replaces it needs more
-    # memory. The plan therefore assumes a kernel that runs on every accelerator.
+    # The recipe of `check_machine` names the kernel of the run. `check_config` is called before the choice: a kernel
+    # made for one accelerator may fail its numeric check, and the kernel that replaces it needs more memory. The plan
+    # then assumes a kernel that runs on every accelerator.
     device = CPU if devices[0].platform == CPU.platform else ANY_ACCELERATOR
     plan = plan_training(
         with_overrides(recipe, {"mesh": str(sharding.mesh)}), model, sharding.rules, device=device
@@ -380,12 +390,16 @@ def host_memory() -> dict[str, int | None]:
 
 def checkpoint_nbytes(recipe: Recipe, leaves: Mapping[str, ParamLeaf]) -> int:
     """Return the size of one checkpoint: parameters, and the optimizer state if it is saved."""
-    params_nbytes = itemsize(recipe.model.param_dtype) * sum(
-        math.prod(leaf.shape) for leaf in leaves.values()
-    )
+    params_nbytes = _params_nbytes(recipe, leaves)
     if not recipe.checkpoint.optimizer_state:
         return params_nbytes
     return params_nbytes + sum(leaf.nbytes for leaf in state_leaves(recipe.optimizer, leaves))
+
+
+def _params_nbytes(recipe: Recipe, leaves: Mapping[str, ParamLeaf]) -> int:
+    """Return the size of the parameters in a checkpoint. An export has the same dtype."""
+    dtype = recipe.checkpoint.dtype or recipe.model.param_dtype
+    return itemsize(dtype) * sum(math.prod(leaf.shape) for leaf in leaves.values())
 
 
 def check_disk(folder: Path, needed_nbytes: int) -> None:
@@ -412,27 +426,61 @@ def check_disk(folder: Path, needed_nbytes: int) -> None:
 
 
 def disk_warnings(
-    folder: Path, recipe: Recipe, leaves: Mapping[str, ParamLeaf], steps_left: int
+    folder: Path,
+    recipe: Recipe,
+    leaves: Mapping[str, ParamLeaf],
+    *,
+    steps: range,
+    save_every: Interval,
 ) -> Iterator[str]:
-    """Yield a warning if the kept checkpoints, and the one being written, exceed the free disk space."""
-    one_nbytes = checkpoint_nbytes(recipe, leaves)
+    """Yield a warning if the kept checkpoints, the one being written, and exports exceed the free disk space.
+
+    Args:
+        folder: Folder of the run.
+        recipe: The recipe.
+        leaves: Parameters in its checkpoints, by path.
+        steps: Steps that are left.
+        save_every: Steps between two checkpoints, without milestones and exports.
+    """
+    if not steps:
+        return
     table = recipe.checkpoint
-    saves = min(steps_left, 1)
-    if table.every:
-        saves = -(-steps_left // table.every)  # rounded up
+    saves = _num_saves(steps, (save_every, table.milestones, table.export_every))
     num_checkpoints = saves
     if table.keep != "all":
         # The kept ones, and a new one before an old one is removed
-        num_checkpoints = min(saves, table.keep + 1)
-    if table.milestones:
-        num_checkpoints += steps_left // table.milestones
+        num_checkpoints = min(saves, table.keep + 1) + _num_multiples(steps, table.milestones)
     if table.best is not None:
         num_checkpoints += 1
+    num_exports = _num_multiples(steps, table.export_every)
+    if table.push is not None and not (table.export_every and steps[-1] % table.export_every == 0):
+        num_exports += 1
+    checkpoint_size, export_size = checkpoint_nbytes(recipe, leaves), _params_nbytes(recipe, leaves)
     free_nbytes = shutil.disk_usage(_nearest_existing_folder(folder)).free
-    if num_checkpoints * one_nbytes > free_nbytes:
-        sizes = f"{count_text(num_checkpoints, 'checkpoint')} of {format_bytes(one_nbytes)}"
+    if num_checkpoints * checkpoint_size + num_exports * export_size > free_nbytes:
+        sizes = f"{count_text(num_checkpoints, 'checkpoint')} of {format_bytes(checkpoint_size)}"
+        if num_exports:
+            sizes += f" and {count_text(num_exports, 'export')} of {format_bytes(export_size)}"
         free = format_bytes(free_nbytes)
         yield f"{folder} will hold {sizes}, its disk has {free} free: a smaller `checkpoint.keep`"
+
+
+def _num_saves(steps: range, intervals: Iterable[Interval]) -> int:
+    """Return the number of saves at the intervals and the last step, or rarely a few more."""
+    every = set(filter(None, intervals))
+    # A multiple of another interval adds no saves.
+    distinct = [n for n in every if not any(n != m and n % m == 0 for m in every)]
+    count = sum(_num_multiples(steps, n) for n in distinct)
+    if not any(steps[-1] // n > (steps[-1] - 1) // n for n in distinct):
+        count += 1
+    return min(count, len(steps))
+
+
+def _num_multiples(steps: range, interval: Interval) -> int:
+    """Return the number of multiples of an interval, rounded up to steps. 0 for the interval 0."""
+    if not interval:
+        return 0
+    return steps[-1] // interval - (steps[0] - 1) // interval
 
 
 def _nearest_existing_folder(folder: Path) -> Path:

@@ -64,7 +64,8 @@ class RunStatus:
     z_loss: float | None = None  # Z-loss, or None without this term
     lr: float | None = None  # Learning rate
     grad_norm: float | None = None  # Norm of the gradients
-    tokens_per_s: float | None = None  # Tokens of all devices per second
+    # Tokens of all devices per second, with the tokens of sources
+    tokens_per_s: float | None = None
     step_s: float | None = None  # Seconds of a step
     mfu: float | None = None  # Model FLOPs utilization
     memory_nbytes: int | None = None  # Highest memory in use on a device

@@ -17,6 +17,8 @@ from prepcli.core.observer import NullProgress, Observer
 from prepcli.execution.training_storage import TOKENS_FOLDER
 from prepcli.formats.lock_file import Lock
 from prepcli.models.mesh import parse_mesh
+from prepcli.models.partition import num_batch_shards
+from prepcli.models.rule_text import merge_rules
 from prepcli.sources.generation_config import folder_generation_defaults
 from prepcli.sources.locate import Access, locate, make_access
 from prepcli.sources.opening import open_source
@@ -305,6 +307,8 @@ class RecipeModel:
 
     model: PlannedModel  # The model, with the changes of the recipe
     tokenizer_folder: Path  # Folder with its tokenizer
+    # Partition rules of its checkpoint. A run has them unless its recipe has others.
+    rules: Sequence[str] = ()
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -506,20 +510,29 @@ def open_recipe_model(recipe: Recipe, *, offline: bool, observer: Observer) -> R
         model = model_of_manifest(source.tree_manifest)
     else:
         model = model_of_config(source.config)
-    return RecipeModel(model.of_recipe(recipe.model), checkpoint_tokenizer_folder(source))
+    return RecipeModel(
+        model.of_recipe(recipe.model),
+        checkpoint_tokenizer_folder(source),
+        rules=source.tree_manifest.rules,
+    )
 
 
-def run_batch_size(recipe: Recipe) -> int:
-    """Return the sequences of a step of a recipe.
+def run_batch_size(recipe: Recipe, *, offline: bool, observer: Observer) -> int:
+    """Return the sequences of a step of a recipe. Without `batch.size`, the model may be opened for its rules.
 
     Raises:
         UsageError: The size depends on the number of devices, and the mesh does not name it.
+        PrepError: The model cannot be opened. See `open_recipe_model`.
     """
     if recipe.batch.size is not None:
         return recipe.batch.size
     mesh = parse_mesh(recipe.mesh, Key("mesh"))
-    n_replicas = mesh.size("dp") * mesh.size("fsdp")
-    return batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=n_replicas).size
+    n_devices = mesh.n_devices
+    rules = recipe.rules
+    if rules is None:
+        rules = open_recipe_model(recipe, offline=offline, observer=observer).rules
+    n_replicas = num_batch_shards(mesh, merge_rules(rules, origin=Key("rules")))
+    return batch_shape(recipe.batch, n_devices=n_devices, n_replicas=n_replicas).size
 
 
 def tokenize_progress(observer: Observer) -> Callable[[int, int, int], None]:

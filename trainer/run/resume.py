@@ -392,22 +392,26 @@ def check_resumable_step(run: Run, start: StartCheckpoint, config: LoopConfig) -
 def find_missing_events(
     run: Run, config: LoopConfig, step: int, *, ends_early: bool = False
 ) -> MissingEvents:
-    """Return the events of a saved step that were stopped or killed before their end, as process 0 sees the logs.
+    """Return the events before the first step: of a new run, or the stopped or killed events of a saved step.
+
+    Process 0 reads the logs for the second kind.
 
     Args:
         run: The run.
         config: Configuration of the training loop.
-        step: Step to continue after. 0 means a new run, in which no event is missing.
+        step: Step to continue after. 0 means a new run, whatever the step of its training state is.
         ends_early: Whether the run has ended early with this step.
 
     Raises:
         PrepError: A log cannot be read.
     """
-    from trainer.training.events import NO_MISSING_EVENTS, MissingEvents
+    from trainer.training.events import MissingEvents
     from trainer.training.metrics import METRICS_FILE, num_logged_events
 
-    missing = NO_MISSING_EVENTS
-    if run.is_first and step:
+    missing = MissingEvents()
+    if not step:
+        missing = MissingEvents(config.is_evaluation_due(0), config.num_samples_due(0))
+    elif run.is_first:
         make_folder(run)
         metrics = run.storage.fetch_file(METRICS_FILE, run.folder)
         samples = run.storage.fetch_file(SAMPLES_FILE, run.folder)

@@ -56,7 +56,6 @@ from prepcli.sources.tensor_match import (
     read_vocabulary,
     with_vocabulary,
 )
-from prepcli.stores.addresses import is_url, parse_url
 from prepcli.stores.paths import AnyPath
 from prepcli.targets.hf_folder import (
     copied_files,
@@ -188,29 +187,6 @@ def damage_hint(storage: RunStorage, step: int) -> str:
     )
 
 
-def check_restart_source(start: StartCheckpoint, storage: RunStorage, recipe: Recipe) -> None:
-    """Raise UsageError if a restart would delete its own start checkpoint, a step of the run."""
-    if isinstance(start.model, StartModel):
-        source = recipe.model.path
-        deleted = source
-    else:
-        source = str(start.model)
-        deleted = str(start.model.parent)  # the step that has the parameters
-    if source is not None and _is_in_run(source, storage):
-        why = text("the run starts from it: it is the recipe's {}", Key("model.path"))
-        what = text("{} would delete {}", Option("restart", True), deleted)
-        raise usage_error(what, why, text("use another {}", Key("name")))
-
-
-def _is_in_run(checkpoint: str, storage: RunStorage) -> bool:
-    """Return whether a path is in a step of the run, or a URL is below the URL of the run."""
-    if not storage.is_on_disk:
-        # The slash keeps `gs://b/run2` from counting as below `gs://b/run`.
-        return is_url(checkpoint) and f"{parse_url(checkpoint)}/".startswith(f"{storage.name}/")
-    steps = {Path(storage.step_name(step)).resolve() for step in storage.steps()}
-    return not steps.isdisjoint(Path(checkpoint).resolve().parents)
-
-
 @dataclass(frozen=True, slots=True)
 class StartCheckpoint:
     """Open checkpoint to start or resume a run from."""
@@ -239,6 +215,15 @@ class StartCheckpoint:
         if self.lora is None:
             return manifest
         return manifest | Manifest(lora=self.lora)
+
+    @property
+    def model_root(self) -> AnyPath | None:
+        """Folder or file of the model's parameters. None for a random start."""
+        if isinstance(self.model_reader, ItemReader):
+            return self.model_reader.folder
+        if isinstance(self.model_reader, WeightsReader):
+            return self.model_reader.source.root
+        return None
 
     def model_manifest(self, recipe: Recipe) -> Mapping[str, Any]:
         """Return the manifest of the model, with the recipe's changes of its config."""

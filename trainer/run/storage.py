@@ -14,7 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from prepcli.core.errors import FAILED, INTERRUPTED, RESUME_HINT, STOPPED, Option, PrepError, text
+from prepcli.core.errors import (
+    FAILED,
+    INTERRUPTED,
+    RESUME_HINT,
+    STOPPED,
+    Key,
+    Option,
+    PrepError,
+    text,
+    usage_error,
+)
 from prepcli.core.formatting import join_names
 from prepcli.core.observer import Observer
 from prepcli.engine.digest import record_digest
@@ -24,7 +34,7 @@ from prepcli.execution.signals import exit_with_report
 from prepcli.execution.training_bucket import BucketStorage
 from prepcli.execution.training_folder import FolderStorage
 from prepcli.execution.training_storage import TOKENS_FOLDER, RunStorage, joint_work
-from prepcli.stores.addresses import parse_out_url
+from prepcli.stores.addresses import is_url, parse_out_url, parse_url
 from prepcli.stores.byte_ranges import retry_policy_from_env
 from prepcli.stores.files import io_error, write_file
 from trainer.data.store import has_shard, is_complete
@@ -33,6 +43,7 @@ from trainer.run.run import Run, TrainResult
 
 if TYPE_CHECKING:
     from prepcli.core.process_group import ProcessGroup
+    from trainer.run.start import StartCheckpoint
 
 RUNS_FOLDER = Path("runs")
 # Errors of a read-only file system. A run there cannot be changed, so it needs no lock.
@@ -321,6 +332,46 @@ def remove_exports(run: Run) -> None:
             shutil.rmtree(folder)
     except OSError as error:
         raise io_error(folder, error) from error
+
+
+def check_restart_source(start: StartCheckpoint, storage: RunStorage, recipe: Recipe) -> None:
+    """Raise UsageError if the recipe names a step or an export of the run, and a restart would delete it."""
+    model = recipe.model.path
+    root = start.model_root
+    if isinstance(root, Path):
+        # The step that has the parameters, if `model.path` is a run
+        model = str(root)
+    sources = {
+        "model.path": model,
+        "model.config": recipe.model.config,
+        "lora.path": recipe.lora.path,
+        "data.tokenizer": recipe.data.tokenizer,
+    }
+    for key, source in sources.items():
+        if source is None:
+            continue
+        if deleted := _deleted_folder(source, storage):
+            why = text("the run starts from it: it is the recipe's {}", Key(key))
+            what = text("{} would delete {}", Option("restart", True), deleted)
+            raise usage_error(what, why, text("use another {}", Key("name")))
+
+
+def _deleted_folder(source: str, storage: RunStorage) -> str:
+    """Return the path or URL of the step or exports above a path or URL. Empty if a restart keeps the path."""
+    if is_url(source):
+        # The slash keeps `gs://b/run2` from counting as below `gs://b/run`.
+        if f"{parse_url(source)}/".startswith(f"{storage.name}/"):
+            return source
+        return ""
+    # The exports of a run in a bucket are on this machine too.
+    folders = [str(storage.local_folder / EXPORTS_FOLDER)]
+    if storage.is_on_disk:
+        folders += map(storage.step_name, storage.steps())
+    path = Path(source).expanduser().resolve()
+    for folder in folders:
+        if path.is_relative_to(Path(folder).resolve()):
+            return folder
+    return ""
 
 
 def push_last_step(run: Run, result: TrainResult) -> TrainResult:

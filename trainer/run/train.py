@@ -52,7 +52,6 @@ from trainer.run.run import (
 )
 from trainer.run.start import (
     StartCheckpoint,
-    check_restart_source,
     open_last_step,
     open_model_start,
     with_adapters,
@@ -60,6 +59,7 @@ from trainer.run.start import (
 from trainer.run.storage import (
     check_last_step,
     check_repository,
+    check_restart_source,
     check_shared_folder,
     describe_missing_exports,
     describe_saved_progress,
@@ -125,10 +125,11 @@ def train(
             state = load_state(run, start, config)
             config = with_base_facts(run, start, config, state)
         exports = step_exports(run)
+        last_step = config.steps
         with (
             raise_on_signal(),
             note_durable_work(lambda: describe_saved_progress(run.storage)),
-            note_durable_work(lambda: describe_missing_exports(run, config.steps)),
+            note_durable_work(lambda: describe_missing_exports(run, last_step)),
         ):
             with open_checkpoints(run, start, config, exports) as checkpoints:
                 begin_writing(run, config, step=step, checkpoints=checkpoints, exports=exports)
@@ -152,9 +153,10 @@ def train(
                         lambda: quit_run(run),
                     ) as stop_signal:
                         loop.run(stop_signal)
+                last_step = find_last_step(loop)
                 end_exports(run, loop, exports, stop_signal=stop_signal())
             displays.close()
-            return finish(run, loop)
+            return finish(run, loop, resumed_at=step)
 
 
 @contextmanager
@@ -470,18 +472,25 @@ def end_exports(run: Run, loop: Loop, exports: StepExports | None, *, stop_signa
         exports.abandon()
 
 
-def finish(run: Run, loop: Loop) -> TrainResult:
+def find_last_step(loop: Loop) -> int:
+    """Return the last step of a run: the recipe's, or the one with which `eval.patience` ends it."""
+    if loop.config.end_reason(loop.step, loop.patience):
+        return loop.step
+    return loop.config.steps
+
+
+def finish(run: Run, loop: Loop, *, resumed_at: int) -> TrainResult:
     """Return the result of a run after its last step, and upload this step if the recipe names a repository."""
     config = loop.config
     error = None
     if loop.stop_reason:
-        error = stopped_error(run, loop.stop_reason, step=loop.step, steps=config.steps)
+        error = stopped_error(run, loop.stop_reason, step=loop.step, steps=find_last_step(loop))
     _note_early_end(run, config, step=loop.step, end_reason=loop.end_reason)
     result = make_result(
         run,
         config,
         step=loop.step,
-        resumed_at=loop.start_step,
+        resumed_at=resumed_at,
         metrics=loop.metrics,
         end_reason=loop.end_reason,
         error=error,

@@ -31,7 +31,7 @@ from trainer.distributed.devices import libtpu_version, tpu_devices
 from trainer.distributed.sharding import catch_out_of_memory, device_kind, make_sharding_context
 from trainer.nn.model_spec import model_from_manifest
 from trainer.planning.step_inputs import has_segments, run_dropout, run_kernels
-from trainer.planning.training_plan import CompiledPlan, read_collectives
+from trainer.planning.training_plan import CompiledPlan, read_collectives, with_overrides
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.key_types import MAX_INT32
 from trainer.training.feed import column_shapes
@@ -121,14 +121,18 @@ def _compile_recipe(
     _, choices = run_kernels(
         recipe, model, sharding.mesh, sharding.rules, device=device, dropout=dropout
     )
+    steps = recipe.train.steps
+    if not steps:
+        # The number of steps follows from the data, which is not read here. The largest supported number stands for
+        # it. Other schedules may not fit it, and differ from `constant` in a few scalars of the step only.
+        steps = MAX_INT32
+        recipe = with_overrides(recipe, {"optimizer.schedule": "constant"})
     setup = build_step_setup(
         recipe,
         model,
         sharding=sharding,
         kernel=choices[0].name,
-        # Without `train.steps` the number of steps follows from the data, which is not read here.
-        # The largest supported number stands for it.
-        steps=recipe.train.steps or MAX_INT32,
+        steps=steps,
         dropout=dropout,
         device=device,
     )

@@ -57,7 +57,7 @@ NO_MISSING_EVENTS = MissingEvents()
 
 @dataclass(slots=True)
 class EventTimes:
-    """The seconds that the last event of each kind took, such as `evaluation` or `save`."""
+    """The seconds that the last event of each kind took, such as `evaluate` or `save`."""
 
     clock: Callable[[], float] = time.monotonic  # Returns the time in seconds
     # Seconds by kind. An event that was interrupted is not among them.

@@ -26,7 +26,7 @@ class SpeedFields(TypedDict, total=False):
 
     # Seconds of a step. Absent if they are unknown, as are `tokens_per_s` and `mfu` then.
     seconds: float
-    tokens_per_s: float  # Tokens of all devices per second
+    tokens_per_s: float  # Tokens of all devices per second, with the tokens of sources
     mfu: float  # Model FLOPs utilization. Absent too if the peak rate of the devices is unknown.
     memory_bytes: int  # Highest memory in use on a device. Absent if the devices do not count it.
 
@@ -43,7 +43,8 @@ class StepLine(ZLossField, SpeedFields):
     accuracy: float | None
     grad_norm: float | None  # Norm of the gradients
     lr: float  # Learning rate
-    tokens: int  # Tokens of all steps so far
+    # Tokens of all steps so far. Steps before a training state that the run began with count as its own.
+    tokens: int
     skipped: int  # Number of skipped steps so far
 
 

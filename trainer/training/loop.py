@@ -57,7 +57,8 @@ CompiledStep = Callable[..., tuple[TrainState, dict[str, Array]]]
 class Loop:
     """A run in progress.
 
-    Apart from the training state, all its values can be rebuilt from the config and the step.
+    A resumed run takes the training state, `lowest_cost`, `patience` and `missing_events` from its files. All other
+    values follow from the config and the step.
 
     Attributes:
         step: The last step taken.
@@ -88,7 +89,8 @@ class Loop:
             logs: Receive the events of the run, in this order.
             lowest_cost: Lowest cost of the evaluations of saved steps. See `BestMetric`.
             patience: The evaluations up to the start step.
-            missing_events: Events of a start step that was saved, and stopped or killed before its events had ended.
+            missing_events: Events of a start step that was saved, and stopped or killed before its events had ended,
+                or of the training state of a new run. The loop knows those of step 0.
             profiler: Records some of the steps.
             warn: Called with a message if parameters cannot be cast for a checkpoint.
         """

@@ -166,7 +166,7 @@ class LoopConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a training step, source tokens included."""
+        """Tokens of a training step: targets and sources, with padding."""
         columns = self.train.columns
         tokens_per_row = 0
         for name in ("tokens", "source"):
@@ -371,14 +371,15 @@ def peak_step_s(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> 
     kind = accelerator_of(sharding.device_mesh.devices.flat[0].device_kind)
     if kind is None:
         return None
-    adapters: Mapping[str, ParamLeaf] = {}
+    # Parameters that are trained as a whole beside adapters belong to the model too.
+    matrices: Mapping[str, ParamLeaf] = {}
     if model.adapters is not None:
-        adapters = model.adapters.leaves
-    base_leaves = {path: leaf for path, leaf in model.leaves.items() if path not in adapters}
+        matrices = model.adapters.matrices
+    base_leaves = {path: leaf for path, leaf in model.leaves.items() if path not in matrices}
     base = ModelShapes(model.arch_config, base_leaves)
     inputs = step_inputs(recipe, base, mesh=sharding.mesh, rules=sharding.rules)
     if model.adapters is not None:
-        inputs = with_adapters(inputs, recipe, adapters)
+        inputs = with_adapters(inputs, recipe, model.adapters.leaves)
     return count_step_flops(inputs).model_flops_of_all_pairs / (
         sharding.mesh.n_devices * kind.peak_flops
     )

@@ -145,7 +145,7 @@ def _open_batches(
     """Return the iterator of a loaded recipe. The arguments are as for `batches`."""
     from trainer.training.source_datasets import make_order
 
-    batch_size = run_batch_size(recipe)
+    batch_size = run_batch_size(recipe, offline=offline, observer=observer)
     # Before the data is read, which may take hours
     check_share(process, of, batch_size)
     datasets = open_datasets(

@@ -82,11 +82,9 @@ def title_lines(plan: TrainingPlan) -> list[str]:
     if count > 1:
         split = ", ".join(f"{axis} over {number}" for axis, number in plan.slices.items())
         model += f" in {count} slices ({split})"
-    seq_length = plan.inputs.seq_length
-    num_sequences = plan.tokens // seq_length
-    batch = (
-        f"batch {num_sequences:,} x {seq_length:,} = {count_text(plan.tokens, 'token')} per step"
-    )
+    num_sequences = plan.inputs.accumulate * plan.inputs.micro_batch_size
+    length = plan.tokens // num_sequences
+    batch = f"batch {num_sequences:,} x {length:,} = {count_text(plan.tokens, 'token')} per step"
     if plan.inputs.accumulate > 1:
         batch += f" in {plan.inputs.accumulate} parts"
     return [model, batch]

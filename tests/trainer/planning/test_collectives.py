@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from bench.model_configs import MODEL_CONFIGS
+from prepcli.models.lora import build_adapters
+from prepcli.models.lora_config import LoraConfig
+from prepcli.models.registry import FAMILIES
 from prepcli.models.rules import ACTIVATION_RULES, PARAM_RULES, WHOLE, Rules
 from tests.trainer.planning.test_memory_estimate import make_inputs
 from trainer.planning.memory_inputs import MemoryInputs
@@ -62,6 +65,31 @@ def test_fsdp_gathers_weights_twice_and_scatters_gradients():
     (axis,) = axis_traffic(unsplit)
     assert axis.nbytes == 2 * 4 * PARAMETERS * 7 // 8, (
         "gradients are all-reduced where fsdp does not split"
+    )
+
+
+RANK = 8
+# A [rank, 4096] and B [4096, rank] of queries in each layer
+ADAPTERS = LAYERS * RANK * 2 * WIDTH
+
+
+def with_query_adapters(inputs: MemoryInputs) -> MemoryInputs:
+    """Return the inputs of a run that trains adapters of queries."""
+    lora = LoraConfig(RANK, 16.0, ("attn.q",))
+    return replace(inputs, adapters=build_adapters(FAMILIES["llama"], LLAMA_7B, lora).leaves)
+
+
+def test_only_gradients_of_trained_parameters_are_sent():
+    adapters, fsdp = (with_query_adapters(inputs_7b(mesh)) for mesh in ("8,1,1", "1,8,1"))
+    assert axis_traffic(adapters)[0].nbytes == 2 * 4 * ADAPTERS * 7 // 8
+    # All weights are gathered in both passes, and the gradients of adapters scattered.
+    gathered, scattered = 2 * 2 * (PARAMETERS + ADAPTERS), 4 * ADAPTERS
+    assert axis_traffic(fsdp)[0].nbytes == (gathered + scattered) * 7 // 8
+    head = 32000 * WIDTH
+    frozen = frozenset(inputs_7b("1,1,1").leaves.keys() - {"head.weight"})
+    assert traffic_7b("8,1,1", frozen=frozen)["dp"].nbytes == 2 * 4 * head * 7 // 8
+    assert traffic_7b("1,8,1", frozen=frozen)["fsdp"].nbytes == (
+        (2 * 2 * PARAMETERS + 4 * head) * 7 // 8
     )
 
 

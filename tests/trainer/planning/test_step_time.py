@@ -40,6 +40,29 @@ def test_compute_time_is_the_share_of_the_peak(tmp_path: Path):
     assert estimate.mfu_causal <= COMPUTE_EFFICIENCY, "an upper bound"
 
 
+def test_frozen_weights_are_read_in_two_passes_and_not_written(tmp_path: Path):
+    parameters, head = 6_738_415_616, 32000 * 4096
+    all_trained = plan_7b(tmp_path, "mesh=1,1,1")
+    freeze = "optimizer.freeze=['layers','embed','final_norm']"
+    head_trained = plan_7b(tmp_path, "mesh=1,1,1", freeze)
+    for plan, num_trained in ((all_trained, parameters), (head_trained, head)):
+        # Parameter, two moments, gradient and update in float32, each read and written. Weights in bfloat16.
+        updates = 2 * 5 * 4 * num_trained
+        reads = 2 * (2 * parameters + num_trained)
+        nbytes = updates + reads + 2 * plan.memory.saved
+        memory_s = plan.estimate_on(V5P).time.memory_s
+        assert memory_s == pytest.approx(nbytes / V5P.memory_bandwidth)
+
+
+def test_adapters_shorten_the_memory_time_of_a_step(tmp_path: Path):
+    words = ("mesh=1,1,1", "lora.base_dtype=float32")
+    all_trained = plan_7b(tmp_path, "mesh=1,1,1").estimate_on(V5P).time.memory_s
+    adapters = plan_7b(tmp_path, *words, "lora.rank=8").estimate_on(V5P).time.memory_s
+    # The 20 bytes of the state of each parameter, both ways, and one of three reads.
+    saved_s = (2 * 20 + 2) * 6_738_415_616 / V5P.memory_bandwidth
+    assert all_trained - adapters == pytest.approx(saved_s, rel=0.01)
+
+
 def test_communication_time_uses_the_bandwidth_of_the_axis(tmp_path: Path):
     plan = plan_7b(tmp_path, "mesh=1,2,4")
     traffic = {axis.axis: axis.nbytes for axis in plan.traffic}

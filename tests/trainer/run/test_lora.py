@@ -107,6 +107,18 @@ def test_stopped_lora_run_resumes_exactly(work_dir: Path):
     assert all(np.array_equal(whole[name], parts[name]) for name in whole)
 
 
+def test_restart_keeps_the_adapter_that_it_starts_from(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+):
+    recipe = Path("recipe.toml")
+    recipe.write_text(recipe.read_text().replace(LORA, '[lora]\npath = "runs/recipe/exports/3"\n'))
+    Path("runs/recipe/exports").mkdir()
+    shutil.copytree("adapter", "runs/recipe/exports/3")
+    assert main(["train", "recipe.toml", "--restart", "-q"]) == USAGE
+    assert "would delete runs/recipe/exports" in capsys.readouterr().err
+    assert Path("runs/recipe/exports/3").is_dir()
+
+
 def test_manifest_of_lora_step_names_the_base(trained: Path):
     manifest = read_manifest(Path("runs/recipe/3"))
     assert manifest is not None

@@ -378,6 +378,36 @@ def test_restart_deletes_steps_only_after_checks(
     assert saved_steps(work_dir / "runs/recipe") == [3, 4]
 
 
+@pytest.mark.parametrize(
+    ("words", "deleted", "key"),
+    [
+        (["model.path=runs/recipe", "data.tokenizer=other"], "runs/recipe/4", "model.path"),
+        (["model.path=runs/recipe/3", "data.tokenizer=other"], "runs/recipe/3", "model.path"),
+        (["model.path=runs/recipe/exports/3"], "runs/recipe/exports", "model.path"),
+        (["model.path=runs/recipe/exports/3", "lora.rank=2"], "runs/recipe/exports", "model.path"),
+        (["data.tokenizer=runs/recipe/exports/3"], "runs/recipe/exports", "data.tokenizer"),
+        (["model.config=runs/recipe/exports/3"], "runs/recipe/exports", "model.config"),
+    ],
+)
+def test_restart_deletes_no_file_that_it_starts_from(
+    work_dir: Path, words: list[str], deleted: str, key: str, capsys: pytest.CaptureFixture[str]
+):
+    Path("other").mkdir()
+    write_tokenizer(Path("other"), WORDS[::-1])
+    assert main(["train", "recipe.toml", "--stop-after", "4", "-q"]) == STOPPED
+    Path("runs/recipe/exports").mkdir()
+    assert main(["export", "runs/recipe/3", "--out", "runs/recipe/exports/3", "-q"]) == OK
+    if key == "model.config":
+        recipe = Path("recipe.toml").read_text()
+        Path("recipe.toml").write_text(recipe.replace('path = "tiny-init"', 'init = "random"'))
+    options = [word for setting in words for word in ("--set", setting)]
+    code, what, why, _ = train_error(capsys, "--restart", "--stop-after", "1", *options)
+    assert (code, what) == (USAGE, f"`--restart` would delete {deleted}")
+    assert f"`{key}`" in why
+    assert saved_steps(work_dir / "runs/recipe") == [3, 4]
+    assert Path("runs/recipe/exports/3/config.json").is_file()
+
+
 def test_finished_run_needs_no_optimizer_state(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     words = ("--set", "checkpoint.optimizer_state=false")
     assert main(["train", "recipe.toml", "-q", *words]) == OK

@@ -209,6 +209,12 @@ def test_dry_run_keeps_the_bucket_and_restart_deletes_its_steps(
     assert not store.objects_below(f"{PREFIX}3/")
     assert train("--out", URL, "--restart", "--set", f"model.path={URL}", "-q") != OK
     assert saved(store) == [1]
+    (LOCAL / "exports").mkdir()
+    shutil.copytree("tiny", LOCAL / "exports/1")
+    export = f"model.path={LOCAL / 'exports/1'}"
+    assert train("--out", URL, "--restart", "--set", export, "--stop-after", "1", "-q") == USAGE
+    assert saved(store) == [1]
+    assert (LOCAL / "exports/1/config.json").is_file()
     capsys.readouterr()
     assert train("--out", URL, "--set", "seed=7", "-q") != OK
     assert "seed" in capsys.readouterr().err

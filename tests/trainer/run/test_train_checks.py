@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.core.formatting import count_text
 from prepcli.models.param_tree import ParamLeaf
 from trainer.recipe import Recipe, load_recipe
 from trainer.run import checks as train_checks
@@ -85,19 +86,52 @@ def leaves(count: int) -> dict[str, ParamLeaf]:
 
 def test_checkpoint_nbytes_counts_parameters_and_moments(tmp_path: Path):
     assert checkpoint_nbytes(recipe(tmp_path), leaves(10)) == 120
-    assert checkpoint_nbytes(recipe(tmp_path, "checkpoint.optimizer_state=false"), leaves(10)) == 40
+    params_only = "checkpoint.optimizer_state=false"
+    assert checkpoint_nbytes(recipe(tmp_path, params_only), leaves(10)) == 40
+    cast = recipe(tmp_path, params_only, "checkpoint.dtype=bfloat16")
+    assert checkpoint_nbytes(cast, leaves(10)) == 20
 
 
 @pytest.mark.parametrize(
-    ("every", "keep", "steps_left", "held"),
-    [(0, "2", 20, 1), (5, "2", 20, 3), (5, "9", 20, 4), (1, "all", 20, 20), (5, "2", 0, 0)],
+    ("every", "words", "steps", "held"),
+    [
+        (0, ["keep=2"], (1, 20), "1 checkpoint"),
+        (5, ["keep=2"], (1, 20), "3 checkpoints"),
+        (5, ["keep=9"], (1, 20), "4 checkpoints"),
+        (1, ["keep=all"], (1, 20), "20 checkpoints"),
+        # The second half of a run: steps 15 and 20
+        (5, ["keep=all"], (12, 20), "2 checkpoints"),
+        # Steps 3, 5, 8, 10, 13, 15, 18 and 20
+        (Fraction(5, 2), ["keep=all"], (1, 20), "8 checkpoints"),
+        (Fraction(5, 2), ["keep=2"], (1, 20), "3 checkpoints"),
+        # Milestones and exports are saved too.
+        (0, ["keep=1", "milestones=8"], (1, 20), "4 checkpoints"),
+        (4, ["keep=all", "export_every=8"], (1, 20), "5 checkpoints and 2 exports"),
+        (0, ["keep=2", "export_every=6"], (1, 20), "3 checkpoints and 3 exports"),
+        (0, ["keep=2", "push=me/model"], (1, 20), "1 checkpoint and 1 export"),
+        (0, ["keep=2", "push=me/model", "export_every=10"], (1, 20), "2 checkpoints and 2 exports"),
+    ],
+    ids=str,
 )
 def test_disk_warnings_name_checkpoints_beyond_the_disk(
-    tmp_path: Path, free: int, every: int, keep: str, steps_left: int, held: int
+    tmp_path: Path,
+    free: int,
+    every: int | Fraction,
+    words: list[str],
+    steps: tuple[int, int],
+    held: str,
 ):
-    made = recipe(tmp_path, f"checkpoint.every={every}", f"checkpoint.keep={keep}")
-    count = free // 12 // max(held, 1)
-    assert list(disk_warnings(tmp_path / "run", made, leaves(count), steps_left)) == []
-    doubts = list(disk_warnings(tmp_path / "run", made, leaves(count + 12), steps_left))
-    held_text = f"will hold {count_text(held, 'checkpoint')}"
-    assert [held_text in doubt for doubt in doubts] == [True] * bool(held)
+    made = recipe(tmp_path, *(f"checkpoint.{word}" for word in words))
+    # A checkpoint has 12 bytes per parameter, an export 4.
+    numbers = [int(number) for number in re.findall(r"\d+", held)]
+    count = free // sum(n * size for n, size in zip(numbers, (12, 4), strict=False))
+    options: dict[str, Any] = {"steps": range(steps[0], steps[1] + 1), "save_every": every}
+    assert list(disk_warnings(tmp_path / "run", made, leaves(count), **options)) == []
+    (doubt,) = disk_warnings(tmp_path / "run", made, leaves(count + 1), **options)
+    assert f"will hold {held}" in re.sub(r" of \d+ bytes", "", doubt)
+
+
+def test_disk_warnings_are_for_steps_that_are_left(tmp_path: Path, free: int):
+    made = recipe(tmp_path)
+    steps = range(21, 21)
+    assert not list(disk_warnings(tmp_path / "run", made, leaves(free), steps=steps, save_every=5))

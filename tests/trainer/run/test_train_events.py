@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from prepcli.core.errors import OK
+from prepcli.core.errors import OK, STOPPED
 from prepcli.execution.training_storage import TOKENS_FOLDER
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
@@ -30,6 +30,7 @@ from tests.helpers.hub_server import hub_environment
 from tests.helpers.push_server import TOKEN, serve_push_hub
 from tests.helpers.run_cli import error_lines, run_failing, run_json, run_ok
 from tests.trainer.run.test_train import read_losses, start_train, wait_for_step
+from trainer.run.run_record import ENVIRONMENT_FILE
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 BEST = (
@@ -173,6 +174,17 @@ def read_weights(folder: Path) -> dict[str, bytes]:
     return {
         name: data for name, data in read_files(folder).items() if name.endswith(".safetensors")
     }
+
+
+def test_run_from_a_training_state_is_a_new_run(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    first = ("train", "recipe.toml", "--out", "first", "--stop-after", "3")
+    run_failing(capsys, STOPPED, *first, *set_keys("train.eval_every=3"))
+    settings = ("model.path=first/3", "model.training_state=true", "eval.at_start=true")
+    report = run_json(capsys, "train", "recipe.toml", "--out", "next", *set_keys(*settings))
+    environment = json.loads(Path("next", ENVIRONMENT_FILE).read_text())
+    assert (report["resumed_at"], environment["resumed_at"], report["step"]) == (0, 0, 12)
+    assert sorted(eval_losses("next")) == [3, 12]
+    assert eval_losses("next")[3] == eval_losses("first")[3], "the parameters of the start"
 
 
 def test_step_option_rejects_a_step_that_is_not_saved(

@@ -96,6 +96,13 @@ def test_seq2seq_loss_equals_transformers(work_dir: Path, capsys: pytest.Capture
     assert (code, report["step"]) == (OK, 12)
     assert report["loss"] < read_losses("runs/recipe")[0] - 0.3
     assert report["tokens"] == 12 * 8 * (9 + 6)
+    assert main(["plan", "recipe.toml", "--devices", "v5p:8", "--json"]) == OK
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["tokens"] == 8 * (9 + 6), "the plan counts the tokens of the run"
+    (kind,) = plan["kinds"]
+    assert kind["tokens_per_s"] == pytest.approx(8 * (9 + 6) / kind["step_s"])
+    assert main(["plan", "recipe.toml"]) == OK
+    assert "batch 8 x 15 = 120 tokens per step" in capsys.readouterr().out
     assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
     assert read_tensors(Path("learned")).keys() == read_tensors(Path("tiny")).keys()
     torch = pytest.importorskip("torch")

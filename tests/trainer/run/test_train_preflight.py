@@ -18,6 +18,7 @@ from tests.helpers.training_folder import RECIPE, WORDS, write_tokenizer
 from tests.trainer.run.test_train import train_error, train_json
 from trainer.data import files as data_files
 from trainer.data import tokenize
+from trainer.distributed import agreement
 from trainer.run import checks as train_checks
 
 
@@ -201,6 +202,22 @@ def test_step_larger_than_memory_is_refused_before_work(
     assert what.startswith("a step needs about ")
     assert hint.startswith("use more or larger devices, or a shorter `data.seq_length`; `--force`")
     assert not Path("runs").exists()
+
+
+def test_processes_of_a_host_divide_its_memory_before_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: object) -> None:
+        raise AssertionError("tensors were matched")
+
+    report, _ = dry_run(capsys)
+    limit_memory(monkeypatch, report["memory"]["peak"])
+    assert dry_run(capsys)[0]["memory"]["fits"] is True
+    monkeypatch.setattr(agreement, "processes_per_host", lambda group: 2)
+    monkeypatch.setattr("trainer.run.start.open_source", refuse)
+    code, what, *_ = train_error(capsys, "--set", "model.path=tiny")
+    assert code == FAILED
+    assert what.startswith("a step needs about ")
 
 
 def test_force_warns_about_low_memory(

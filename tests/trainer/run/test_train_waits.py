@@ -87,6 +87,47 @@ def test_signal_while_exports_are_awaited_is_reported(
     assert [path.name for path in Path("run/exports").iterdir()] == ["3"]
 
 
+# The loss is that of the start after each step, so that the run ends early with step 3.
+ENDS_EARLY = ("optimizer.lr=1e-30", "train.eval_every=1", "eval.patience=3")
+EARLY_WORDS = (
+    *(*WORDS[:-1], "train.steps=9", "--set", "checkpoint.export_every=3"),
+    *(word for setting in ENDS_EARLY for word in ("--set", setting)),
+)
+
+
+def test_signal_after_an_early_end_names_the_missing_exports(work_dir: Path):
+    process = start_python(PREP_ON_HANGING_DISK, *EARLY_WORDS, has_jax=True)
+    wait_until(is_export_awaited, process)
+    check_message(stop(process, signal.SIGTERM), signal.SIGTERM, "not exported: step 3")
+    assert process.returncode == STOPPED
+    run_ok(*EARLY_WORDS)
+    assert Path("run/exports/3").is_dir()
+    assert saved_steps(Path("run")) == [3]
+
+
+def test_signal_in_the_last_events_names_the_missing_exports(work_dir: Path):
+    """A signal before the samples of the step with which a run ends early."""
+    script = PREP_ON_HANGING_DISK.replace(
+        PREP,
+        "from trainer.training.loop import Loop\n"
+        "log_samples = Loop._log_samples\n"
+        "def log_samples_with_signal(self, num_samples):\n"
+        "    if self.step == 3:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    log_samples(self, num_samples)\n"
+        "Loop._log_samples = log_samples_with_signal\n" + PREP,
+    )
+    samples = ("--set", "log.samples=['w1 w2']", "--set", "log.sample_tokens=2")
+    process = start_python(script, *EARLY_WORDS, *samples, has_jax=True)
+    out, _ = process.communicate(timeout=MAX_S)
+    assert process.returncode == STOPPED
+    error = json.loads(out)["error"]
+    assert (error["what"], error["why"]) == (
+        "stopped by SIGTERM",
+        "step 3 is saved; not exported: step 3",
+    )
+
+
 @pytest.mark.parametrize(("number", "code"), slow_except([TERMINATED, INTERRUPT], [INTERRUPT]))
 def test_signal_during_the_push_is_reported(work_dir: Path, number: signal.Signals, code: int):
     words = (*WORDS, "--set", "checkpoint.push=o/m")

@@ -74,6 +74,24 @@ def test_plan_matches_the_training_step():
     assert {collective.kind for collective in plan.collectives} >= {"all-gather", "all-reduce"}
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"schedule": "cosine_restarts", "cycles": 4},
+        {"schedule": "linear", "warmup_ratio": 0.03, "decay_steps": 10_000},
+    ],
+    ids=str,
+)
+def test_plan_of_epochs_needs_no_number_of_steps(schedule: dict[str, Any]):
+    recipe = make_recipe()
+    optimizer = recipe.optimizer.model_copy(update={"warmup_ratio": None, **schedule})
+    recipe = Recipe.model_validate(
+        recipe.model_copy(update={"optimizer": optimizer}).model_dump(mode="json")
+    )
+    plan = compiled_plan(recipe, make_manifest(runs.LLAMA), parse_mesh("1,1,1"))
+    assert plan.alias_nbytes >= 0.9 * plan.output_nbytes > 0
+
+
 # By default test_plan_matches_the_training_step shows a donated state.
 @pytest.mark.slow
 def test_state_is_donated():

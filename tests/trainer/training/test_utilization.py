@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +40,15 @@ def sharding_of(*devices: FakeDevice) -> Any:
 
 
 @pytest.mark.parametrize(
-    "overrides", [(), ("lora.rank=4",), ("optimizer.freeze=layers.mlp.up.weight",)], ids=str
+    "overrides",
+    [
+        (),
+        ("lora.rank=4",),
+        ("lora.rank=4", "lora.modules_to_save=['head']"),
+        ("lora.rank=4", "lora.modules_to_save=['embed.tokens', 'head']"),
+        ("optimizer.freeze=layers.mlp.up.weight",),
+    ],
+    ids=str,
 )
 def test_mfu_counts_the_operations_of_the_plan(tmp_path: Path, overrides: tuple[str, ...]):
     plan = plan_text(tmp_path, "mesh=2,1,1", *overrides)
@@ -54,6 +63,25 @@ def test_mfu_counts_the_operations_of_the_plan(tmp_path: Path, overrides: tuple[
     assert (
         peak_step_s(plan.recipe, model, sharding_of(FakeDevice("cpu"), FakeDevice("cpu"))) is None
     )
+
+
+def test_mfu_counts_a_trained_tied_embedding(tmp_path: Path):
+    config = TINY | {"tie_word_embeddings": True}
+    overrides = ("mesh=1,1,1", "lora.rank=4", "lora.modules_to_save=['embed.tokens']")
+    plan = plan_text(tmp_path, *overrides, config=config)
+    lora = plan.recipe.lora.new_adapters
+    model = build_model(family_of(config), config, is_tied=True, lora=lora)
+    step_s = peak_step_s(plan.recipe, model, sharding_of(FakeDevice("NVIDIA H100 80GB HBM3")))
+    assert step_s is not None
+    # The head of 96 tokens and width 32: y, dx and dW for 8 sequences of 16 tokens. Two layers without dW.
+    head = 6 * 96 * 32
+    layers = 4 * 2 * (4 * 32 * 32 + 3 * 32 * 64)
+    adapters = plan_text(tmp_path, *overrides[:2]).inputs.saved_leaves.values()
+    num_adapters = sum(math.prod(leaf.shape) for leaf in adapters)
+    matmul = (head + layers + 6 * num_adapters) * 8 * 16
+    assert plan.flops.matmul == matmul
+    expected = matmul + plan.flops.attention_full
+    assert step_s * ACCELERATORS["H100"].peak_flops == pytest.approx(expected)
 
 
 def test_jax_kinds_name_known_accelerators():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pickle
 import shutil
@@ -21,6 +22,7 @@ from tests.trainer.run.test_train_packing import write_documents
 from trainer.data import files as data_files
 from trainer.data import store
 from trainer.data.files import DataFile
+from trainer.run.run_record import ENVIRONMENT_FILE
 from trainer.training import loop
 
 STEPS = 12
@@ -113,6 +115,22 @@ def test_mixture_equals_the_batches_of_train(monkeypatch: pytest.MonkeyPatch):
 def test_other_forms_of_a_recipe_have_equal_batches(overrides: tuple[str, ...]):
     other = prep.batches("recipe.toml", out="other", overrides=overrides)
     assert other.digest() == prep.batches("recipe.toml").digest()
+
+
+@pytest.mark.parametrize("place", ["recipe", "checkpoint"])
+def test_rules_of_the_batch_count_its_replicas(place: str):
+    rule, words = "act:batch=dp", ["mesh=2,4,1", "batch.size=", "batch.per_replica=4"]
+    if place == "recipe":
+        words.append(f"rules=['{rule}']")
+    else:
+        prep.save_init("tiny", "split", mesh="2,4,1", pad_vocab="8", rules=[rule])
+        words.append("model.path=split")
+    prep.train("recipe.toml", "run", overrides=words, stop_after=1)
+    environment = json.loads(Path("run", ENVIRONMENT_FILE).read_text())
+    # Two replicas of four rows. The devices of fsdp have the same rows.
+    assert environment["data"]["batch_sequences"] == 8
+    batch = next(prep.batches("recipe.toml", out="other", overrides=words))
+    assert batch["tokens"].shape == (8, 16)
 
 
 def read_whole_batches() -> list[dict[str, np.ndarray]]:
