@@ -211,6 +211,9 @@ class _SlabTask:
     Attributes:
         slab: The slab.
         new_nbytes: Bytes not durable from an earlier run. If it is 0, the slab is not written.
+        prefix_nbytes: Bytes in the durable prefix of the stream.
+        earlier_digest: Digest of the durable prefix as it was written, if it ends in the slab.
+        differs_from_prefix: Whether the durable prefix has another digest now. Set by the move stage.
         needs_gather: Whether the bytes must be copied to the order and page offset of the sink.
         buffers: Buffers of the slab. The first one contains its bytes.
         data: The bytes.
@@ -223,6 +226,9 @@ class _SlabTask:
     needs_gather: bool
     buffers: list[ByteArray]
     data: ByteArray
+    prefix_nbytes: int = 0
+    earlier_digest: str = ""
+    differs_from_prefix: bool = False
     digests: dict[int, str] = field(default_factory=dict)
     prefix: StreamPrefix | None = None
 
@@ -262,6 +268,10 @@ class Pipeline:
     # Durability: the writer hands (complete units, digests, prefix) to the sync thread about once a
     # second. That thread syncs the files, and only then reports the point to the observer. A kill before
     # the report loses the bytes since the last one, which a later run writes again.
+    #
+    # The durable prefix of a stream is not written again, but read, and compared with its digest. The source may have
+    # been read wrongly when the prefix was written, without an error before its kill or before the end of the stream.
+    # If the digests differ, the stream passes once more, and all of it is written.
     #
     # The begin and the end of a unit pass through the queues between its slabs, so that they are in order.
 
@@ -305,10 +315,9 @@ class Pipeline:
         self.result = ConversionResult()
         self.units: Iterable[PipelineUnit] = units or (PipelineUnit(0, range(len(streams))),)
         self.observer = observer
-        # State of the read stage: the unit that it reads
-        self.unit = PipelineUnit(-1, ())
         # State of the move stage, for the stream that it digests
         self.digest = TensorDigest()
+        self.prefix_digest = TensorDigest()
         self.change: ValueTransform | None = None
         # Of the write stage: the next sync point
         self.background_sync: BackgroundSync | None = None
@@ -352,7 +361,6 @@ class Pipeline:
 
     def _read_unit(self, unit: PipelineUnit) -> None:
         """Read the slabs of a unit, and pass them on between its begin and its end."""
-        self.unit = unit
         for number in unit.streams:
             # An empty tensor has no slabs.
             if not self.streams[number].nbytes:
@@ -377,13 +385,41 @@ class Pipeline:
             self.on_digest(number, unit.digests[number])
         self._pass_in_order(partial(self._begin_unit, unit))
         for number in stream_numbers:
-            stream = self.streams[number]
-            for slab in split_stream(number, stream, max_nbytes=self.budget.slab_nbytes):
-                task = self._make_task(slab)
-                self._run_stage(task, 0)
-                if self.error:
-                    return
+            if number in unit.digests:
+                # It is read for the mean of its rows.
+                self._read_stream(number, self.streams[number].nbytes)
+            elif unit.prefix and unit.prefix.stream_number == number:
+                prefix = unit.prefix
+                if not self._read_stream(number, prefix.nbytes, prefix.digest):
+                    self.result.resumed_nbytes -= prefix.nbytes
+                    self.progress.advance(-prefix.nbytes)
+                    self._read_stream(number, 0)
+            else:
+                self._read_stream(number, 0)
+            if self.error:
+                return
         self._pass_in_order(partial(self._end_unit, unit.number))
+
+    def _read_stream(self, number: int, durable_nbytes: int, prefix_digest: str = "") -> bool:
+        """Read the slabs of a stream, and pass them on. Its first `durable_nbytes` bytes are not written.
+
+        Return False, and stop, if these bytes have another digest than `prefix_digest`.
+        """
+        for slab in split_stream(number, self.streams[number], max_nbytes=self.budget.slab_nbytes):
+            task = self._make_task(slab, durable_nbytes)
+            if prefix_digest and task.new_nbytes < slab.nbytes:
+                task.prefix_nbytes = slab.nbytes - task.new_nbytes
+                if self._stream_nbytes_through(slab) >= durable_nbytes:
+                    task.earlier_digest = prefix_digest
+            self._run_stage(task, 0)
+            if task.earlier_digest:
+                # The move stage compares the digests.
+                self.mover.drain()
+            if self.error:
+                break
+            if task.differs_from_prefix:
+                return False
+        return True
 
     def _pass_in_order(self, call: Callable[[], None]) -> None:
         """Call a function in the thread that writes, after all slabs so far."""
@@ -432,21 +468,14 @@ class Pipeline:
         except BaseException as error:
             self._set_error(error)
 
-    def _make_task(self, slab: Slab) -> _SlabTask:
-        """Return the task of a slab, with buffers from the pool."""
+    def _make_task(self, slab: Slab, durable_nbytes: int) -> _SlabTask:
+        """Return the task of a slab, with buffers from the pool. The first bytes of its stream are durable."""
         is_aligned = self.sink is None or self.sink.needs_alignment
         is_gathered = needs_gather(slab, is_aligned)
         has_copies = needs_permute(slab.reads) or slab.changes_values or is_gathered
         buffers = self.buffers.acquire(2 if has_copies else 1)
-        new_nbytes = 0
-        if slab.stream_number not in self.unit.digests:
-            durable_nbytes = 0
-            prefix = self.unit.prefix
-            if prefix and prefix.stream_number == slab.stream_number:
-                durable_nbytes = prefix.nbytes
-            # E.g. 100 durable bytes, slab of bytes 64 to 128: 28 are new, and the whole slab is written.
-            through_nbytes = self._stream_nbytes_through(slab)
-            new_nbytes = max(0, min(slab.nbytes, through_nbytes - durable_nbytes))
+        # E.g. 100 durable bytes, slab of bytes 64 to 128: 28 are new, and the whole slab is written.
+        new_nbytes = max(0, min(slab.nbytes, self._stream_nbytes_through(slab) - durable_nbytes))
         return _SlabTask(slab, new_nbytes, is_gathered, buffers, np.empty(0, np.uint8))
 
     def _stream_nbytes_through(self, slab: Slab) -> int:
@@ -516,18 +545,27 @@ class Pipeline:
         slab = task.slab
         number = slab.stream_number
         stream = self.streams[number]
+        # One transform per stream: it keeps the digest and the counts of the cast over all slabs.
+        if slab.start == stream.byte_range[0]:
+            self.digest = TensorDigest()
+            self.prefix_digest = TensorDigest()
+            self.change = ValueTransform(stream, self.source) if stream.is_changed else None
         # The digest of the read bytes comes before the cast. The cast adds a digest of the written
         # bytes.
         self.digest.update(task.data.data)
-        # One transform per stream: it keeps the digest and the counts of the cast over all slabs.
-        if slab.start == stream.byte_range[0]:
-            self.change = ValueTransform(stream, self.source) if stream.is_changed else None
         if self.change:
             task.data = self.change.apply(task.data, task.swap_buffers(slab.written_nbytes))
             self.result.copied_nbytes += slab.written_nbytes
-        if slab.start + slab.nbytes == stream.byte_range[1]:
+        if task.prefix_nbytes:
+            read_itemsize, written_itemsize = slab.itemsizes
+            written_nbytes = task.prefix_nbytes // read_itemsize * written_itemsize
+            self.prefix_digest.update(task.data[:written_nbytes].data)
+        if task.earlier_digest and task.earlier_digest != self.prefix_digest.hexdigest():
+            # The slab passes once more.
+            task.differs_from_prefix = True
+            task.new_nbytes = 0
+        elif slab.start + slab.nbytes == stream.byte_range[1]:
             digest = self.digest.hexdigest()
-            self.digest = TensorDigest()
             stream_digest = StreamDigest(digest, digest)
             if self.change:
                 stream_digest = self.change.stream_digest(digest)
@@ -557,6 +595,8 @@ class Pipeline:
                 self.progress.advance(task.new_nbytes)
                 self.prefix = task.prefix
                 self.written_digests |= task.digests
+            elif task.differs_from_prefix:
+                self.prefix = None
         # Later slabs write short runs to the same pages. A sync between them would write each page to disk several
         # times and read it back.
         shares_pages = not task.digests and any(

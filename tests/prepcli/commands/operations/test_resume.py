@@ -9,6 +9,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,6 +176,45 @@ def test_part_of_a_large_unit_is_continued(
     # Tensors of zeros are not damaged.
     assert (nbytes["resumed"] > nbytes["written"] // 10) == (damage is None)
     assert "resuming out.partial" in err or damage
+    assert read_files(Path("out")) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "num_syncs"),
+    [("export", 0), *slow_except([("pad-vocab", 1), ("cast", 1)], [("cast", 1)])],
+)
+def test_part_of_a_wrong_read_is_written_again(
+    sources: FaultSources, capsys, monkeypatch, name: str, num_syncs: int
+):
+    """The first bytes of a tensor are read wrongly once, and are durable when the run ends.
+
+    The source of `export` has digests, so that the run fails at the end of the tensor. The others are killed before.
+    """
+    expected = sources.expected(COMMANDS[name])
+    monkeypatch.setattr(work_units, "MIN_JOINED_NBYTES", 1 << 30)
+    monkeypatch.setattr(folder_run, "LARGE_UNIT_NBYTES", 1)
+    monkeypatch.setattr(folder_run, "make_budget", lambda *_, **__: Budget(1 << 20, 4096, 4))
+    read_slab = Pipeline._read_slab  # pyright: ignore[reportPrivateUsage]
+
+    def read_wrongly(pipeline: Pipeline, task: Any) -> None:
+        read_slab(pipeline, task)
+        stream = pipeline.streams[task.slab.stream_number]
+        if task.slab.start == stream.byte_range[0] and stream.nbytes > 16_000 and stream.reads:
+            task.data[0] ^= 1
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Pipeline, "_read_slab", read_wrongly)
+        if num_syncs:
+            run_until_killed(patched, COMMANDS[name], syncs=num_syncs, folder="part")
+        else:
+            patched.setattr(pipeline, "MOST_UNSYNCED_NBYTES", 10_000)
+            assert run(name) == 1
+            assert "is damaged" in capsys.readouterr().err
+    (note,) = Path("out.partial/.prep/part").iterdir()
+    assert json.loads(note.read_bytes())["prefix"]
+    # Slabs of another size end at other bytes than the part.
+    monkeypatch.setattr(folder_run, "make_budget", lambda *_, **__: Budget(1 << 20, 12288, 4))
+    assert run(name) == 0
     assert read_files(Path("out")) == expected
 
 
