@@ -110,12 +110,18 @@ def parse_source_state(value: JsonValue) -> SourceState:
     return state
 
 
+class SourceChangedError(PrepError):
+    """A source has other bytes than when it was read."""
+
+
 def source_changed_error(
     paths: Sequence[AnyPath], source: Source, hint: str = RESTART_HINT
-) -> PrepError:
+) -> SourceChangedError:
     """Return the error for changed files."""
     names = ", ".join(path.name for path in paths)
-    return PrepError(f"{names} changed while it was read", f"in {source.display_name}", hint)
+    return SourceChangedError(
+        f"{names} changed while it was read", f"in {source.display_name}", hint
+    )
 
 
 def touched_files(

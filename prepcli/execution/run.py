@@ -27,6 +27,7 @@ from prepcli.engine.digest import record_digest, record_digest_of_pieces
 from prepcli.engine.pipeline import ConversionResult, PipelineUnit
 from prepcli.execution.data_checks import (
     IntegrityChecker,
+    SourceChangedError,
     SourceState,
     StreamReader,
     find_outdated,
@@ -244,16 +245,7 @@ class ConversionRun(ABC):
         finally:
             self._shows_progress = False
             self.pool.progress.end()
-        own = [number for number, note in self.notes.items() if note.writer == self.writer]
-        digests: dict[int, str] = {}
-        for number in own:
-            digests |= self.notes[number].digests
-        try:
-            # The source may have changed while this process read it.
-            self.check_source(digests, self.source_at_join)
-        except BaseException:
-            self.store.delete(f"{DONE_FOLDER}/{number}" for number in own)
-            raise
+        self._check_own_units()
 
     def look(self) -> None:
         """Read the notes of other processes."""
@@ -377,6 +369,19 @@ class ConversionRun(ABC):
         return LOOK_S + LOOK_S_PER_PROCESS * self.pool.share.count
 
     # Checks
+
+    def _check_own_units(self) -> None:
+        """Raise PrepError if the source has changed while this process read it. Its notes are then deleted."""
+        own = [number for number, note in self.notes.items() if note.writer == self.writer]
+        digests: dict[int, str] = {}
+        for number in own:
+            digests |= self.notes[number].digests
+        try:
+            self.check_source(digests, self.source_at_join)
+        except SourceChangedError:
+            # After a signal, or if a file cannot be read, the next run compares the notes.
+            self.store.delete(f"{DONE_FOLDER}/{number}" for number in own)
+            raise
 
     def find_touched(
         self, baseline: SourceState, now: SourceState, notes: Iterable[UnitNote] = ()

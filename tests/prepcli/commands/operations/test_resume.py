@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from prepcli.commands.cli.main import main
+from prepcli.core.errors import PrepError
 from prepcli.engine import pipeline
 from prepcli.engine.budget import Budget
 from prepcli.engine.files import Files
@@ -250,6 +252,33 @@ def test_touched_source_is_used(sources: FaultSources, capsys, monkeypatch):
         at_first_sync(patched, lambda: replace_by_copy(shard()))
         assert run("pad-vocab") == 0
     assert "may have changed while it was read: comparing" in capsys.readouterr().err
+    assert read_files(Path("out")) == expected
+
+
+def stop(*args: object, **more: object) -> None:
+    """Send a signal to stop this process."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fail(*args: object, **more: object) -> None:
+    """Raise the error of a file that cannot be read."""
+    raise PrepError("the disk does not answer")
+
+
+@pytest.mark.parametrize(("end", "code"), [(stop, 75), (fail, 1)])
+def test_durable_work_outlives_the_end_of_a_comparison(
+    sources: FaultSources, capsys, monkeypatch, end: Callable[..., None], code: int
+):
+    """Only a source that has changed makes durable work worthless."""
+    expected = sources.expected(COMMANDS["pad-vocab"])
+    with monkeypatch.context() as patched:
+        at_first_sync(patched, lambda: replace_by_copy(shard()))
+        patched.setattr(execution_run, "find_outdated", end)
+        assert run("pad-vocab") == code
+    assert list(Path("out.partial/.prep/done").iterdir())
+    capsys.readouterr()
+    assert run("pad-vocab", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["bytes"]["written"] == 0
     assert read_files(Path("out")) == expected
 
 
