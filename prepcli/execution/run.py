@@ -245,7 +245,8 @@ class ConversionRun(ABC):
         finally:
             self._shows_progress = False
             self.pool.progress.end()
-        self._check_own_units()
+        if not self.store.is_published():
+            self._check_own_units()
 
     def look(self) -> None:
         """Read the notes of other processes."""
@@ -378,9 +379,13 @@ class ConversionRun(ABC):
             digests |= self.notes[number].digests
         try:
             self.check_source(digests, self.source_at_join)
-        except SourceChangedError:
+        except PrepError as error:
+            # The source may be deleted as soon as another process has published the output.
+            if self.store.is_published():
+                return
             # After a signal, or if a file cannot be read, the next run compares the notes.
-            self.store.delete(f"{DONE_FOLDER}/{number}" for number in own)
+            if isinstance(error, SourceChangedError):
+                self.store.delete(f"{DONE_FOLDER}/{number}" for number in own)
             raise
 
     def find_touched(
