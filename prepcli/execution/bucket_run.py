@@ -217,6 +217,11 @@ class BucketRun(ConversionRun):
         """Return the believed notes that still exist. See `ConversionRun.find_noted`."""
         return self.bucket_store.find_notes(self.notes.keys())
 
+    def count_durable(self) -> int:
+        """Return the number of bytes with known notes. See `ConversionRun.count_durable`."""
+        # A process that a signal stops does not wait for the store.
+        return sum(self.units[number].nbytes for number in list(self.notes))
+
     # Writing
 
     def claim_units(self) -> Iterator[PipelineUnit]:

@@ -312,9 +312,10 @@ class BucketStore:
 
     def _release(self, path: str) -> None:
         # The claim of a noted unit may stay: it is deleted with the state.
-        if path.rpartition("/")[2] in (BEGIN, "publish") and not self.is_published():
+        if path.rpartition("/")[2] in (BEGIN, "publish"):
             with contextlib.suppress(PrepError):
-                self._state.delete(path)
+                if not self.is_published():
+                    self._state.delete(path)
 
     def _is_recent(self, process: str) -> bool:
         """Return whether a process may still run, by what this one has seen of it."""

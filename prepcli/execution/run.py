@@ -430,9 +430,14 @@ class ConversionRun(ABC):
                 self.notes = {number: self.notes[number] for number in self.notes.keys() & noted}
             yield is_missing and len(self.notes) == len(self.units)
 
+    def count_durable(self) -> int:
+        """Return the number of durable bytes of the output."""
+        done = self.store.units_with(DONE_FOLDER)
+        return self._durable_nbytes({number for number in done if number < len(self.units)})
+
     def _describe_durable(self) -> str:
         """Describe the durable part of the output, for the message of a stopped run, or empty if there is none."""
-        done_nbytes = self._durable_nbytes(self.store.units_with(DONE_FOLDER))
+        done_nbytes = self.count_durable()
         if not done_nbytes:
             return ""
         total_nbytes = sum(unit.nbytes for unit in self.units)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,8 +18,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from prepcli.commands.cli.main import main
 from prepcli.commands.operations import conversion
 from prepcli.execution.bucket_run import BucketRun
+from prepcli.execution.run_store import UnitNote
 from prepcli.planning.object_files import plan_object_files
 from prepcli.planning.plan import Plan
 from prepcli.stores import object_store
@@ -158,6 +161,25 @@ def test_killed_processes_resume_from_the_store(site: StoreSite, home: Path, nam
     # A kill may also come after the publication.
     written.pop(LOCK_FILE, None)
     assert written == expected
+
+
+def test_stop_without_the_store_has_its_exit_code(
+    site: StoreSite, home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    note_sent = BucketRun._note_sent  # pyright: ignore[reportPrivateUsage]
+    signals = iter([signal.SIGTERM])
+
+    def lose_store(run: BucketRun, number: int, note: UnitNote) -> None:
+        note_sent(run, number, note)
+        # Reads and listings fail.
+        site.store.failing_requests = "GET bucket"
+        for number in signals:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(BucketRun, "_note_sent", lose_store)
+    site.capsys.readouterr()
+    assert main([*words("save-init", home), "--out", "gs://bucket/out", "--progress", "none"]) == 75
+    assert "are kept in gs://bucket/out" in site.capsys.readouterr().err
 
 
 def leave_lock(store: FakeObjectStore) -> None:
