@@ -355,7 +355,7 @@ class BucketRun(ConversionRun):
             raise missing_object_error(self.bucket, next(iter(damaged.values())))
         digests = all_digests(self.plan, notes)
         # Units of earlier runs, and of other processes, were read at other times.
-        self.check_source(digests, parse_source_state(store.source_at_start().get("files")))
+        self.check_source(digests, parse_source_state(store.source_at_start().get("files")), notes)
         # Objects of an earlier try are compared, and not sent again.
         uploads = ObjectUploads(self.bucket, listed)
 

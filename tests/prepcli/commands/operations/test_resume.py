@@ -31,6 +31,7 @@ from tests.helpers.faults import (
     Killed,
     change_and_restore_time,
     kill,
+    make_other_values,
     replace_by_copy,
     run_until_killed,
 )
@@ -370,12 +371,7 @@ def test_source_that_was_swapped_for_a_time_is_compared(
 ):
     """The notes of the second run are of other values, with the sizes, times and headers of the first source."""
     expected = sources.expected(COMMANDS["save-init"])
-    shutil.copytree("model", "other")
-    for path in Path("other").glob("*.safetensors"):
-        stat, data = path.stat(), bytearray(path.read_bytes())
-        start = 8 + int.from_bytes(data[:8], "little")
-        path.write_bytes(bytes(data[:start]) + bytes(len(data) - start))
-        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    make_other_values(Path("model"), Path("other"))
     run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=2)
     swap("other", kept_as="first")
     run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=4)
