@@ -282,6 +282,8 @@ class BucketRun(ConversionRun):
             assembler.wait()
             self.add_result(replace(outcome, written_nbytes=0))
             self._write_missing_pieces(self._writer, reader)
+        # Its memory makes room for the checks of the source.
+        self._writer = None
 
     def _add_digest(self, number: int, digest: str) -> None:
         self.integrity.on_digest(number, digest)

@@ -261,13 +261,17 @@ HOLE_MARGIN_NBYTES = 1 << 17
 FileStamps = dict[Path, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StreamReader:
-    """Reads streams back from data files, or again from the source, within a memory budget."""
+    """Reads streams back from data files, or again from the source, within a memory budget.
+
+    `peak_nbytes` is the largest anonymous memory seen.
+    """
 
     streams: Sequence[Stream]
     budget: Budget
     progress: Progress
+    peak_nbytes: int = 0
 
     def digest_written_streams(
         self, stream_numbers: Iterable[int], written: RunReader
@@ -285,6 +289,7 @@ class StreamReader:
             ).run()
         finally:
             self.progress.end()
+        self.peak_nbytes = max(self.peak_nbytes, outcome.peak_nbytes)
         return {number: outcome.digests[position] for position, number in enumerate(streams)}
 
     def has_prefix(self, prefix: StreamPrefix, written: RunReader) -> bool:

@@ -97,7 +97,6 @@ class FolderRun(ConversionRun):
         self.extents = chunk_extents(plan.leaves)
         self.recorder = ChecksumRecorder(self.extents)
         self._sink: Files | None = None
-        self._source_reader: RunReader | None = None
         self.pipeline: Pipeline | None = None
         # Notes of the durable parts that this process continues, and notes of units that are not synced yet
         self._parts: dict[int, UnitNote] = {}
@@ -286,14 +285,11 @@ class FolderRun(ConversionRun):
 
     # Writing
 
-    def _open_files(self) -> tuple[Files, RunReader]:
-        """Open the output's data files and the source's files, once."""
-        if self._sink is None or self._source_reader is None:
+    def _open_files(self) -> Files:
+        """Open the output's data files, once."""
+        if self._sink is None:
             self._sink = self.opened.enter_context(self.open_sink())
-            self._source_reader = self.opened.enter_context(
-                open_blobs(self.source.byte_sources, self.budget.cache_nbytes)
-            )
-        return self._sink, self._source_reader
+        return self._sink
 
     def open_sink(self) -> Files:
         """Open the data files to write."""
@@ -301,24 +297,27 @@ class FolderRun(ConversionRun):
 
     def write_units(self, units: Iterator[PipelineUnit]) -> None:
         """Write units at their offsets. See `ConversionRun.write_units`."""
-        sink, reader = self._open_files()
+        sink = self._open_files()
         recorder = self.recorder if self.plan.leaves else None
-        self.pipeline = pipeline = Pipeline(
-            self.plan.streams,
-            reader,
-            sink=sink,
-            budget=self.budget,
-            progress=self.pool.progress,
-            units=units,
-            observer=self,
-            on_digest=self.integrity.on_digest,
-            checksums=recorder,
-        )
-        self._digests = pipeline.result.digests
-        try:
-            pipeline.run()
-        finally:
-            self.add_result(pipeline.result)
+        with open_blobs(self.source.byte_sources, self.budget.cache_nbytes) as reader:
+            self.pipeline = pipeline = Pipeline(
+                self.plan.streams,
+                reader,
+                sink=sink,
+                budget=self.budget,
+                progress=self.pool.progress,
+                units=units,
+                observer=self,
+                on_digest=self.integrity.on_digest,
+                checksums=recorder,
+            )
+            self._digests = pipeline.result.digests
+            try:
+                pipeline.run()
+            finally:
+                self.add_result(pipeline.result)
+                # Its buffers and the cache of the reader make room for the checks of the written bytes and the source.
+                self.pipeline = None
         sink.check_unchanged()
 
     def prepare_unit(self, number: int) -> PipelineUnit:

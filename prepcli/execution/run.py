@@ -136,7 +136,8 @@ class ConversionRun(ABC):
                             with self.claim_publication() as may_publish:
                                 if may_publish:
                                     self.publish()
-                peak_nbytes = max(self.result.peak_nbytes, anonymous_nbytes())
+                peaks = self.result.peak_nbytes, self.readback.peak_nbytes, anonymous_nbytes()
+                peak_nbytes = max(peaks)
             self.remove_leftovers()
         except PrepError as error:
             raise self.error_for_user(error) from error.__cause__

@@ -37,6 +37,18 @@ sys.exit(code)
 """
 
 
+# The source is touched at each sync, so that it is compared before the publication.
+TOUCHING_SCRIPT = """
+import os
+from prepcli.engine.files import Files
+sync = Files.sync
+def touch_and_sync(files):
+    os.chmod("m/model.safetensors", 0o644)
+    sync(files)
+Files.sync = touch_and_sync
+"""
+
+
 def make_large_model(folder: Path, tensor_nbytes: int) -> None:
     """Write a model with an embedding of `tensor_nbytes`, as a sparse file of zeros."""
     config = {**GPT_NEO, "vocab_size": tensor_nbytes // WIDTH // 4, "hidden_size": WIDTH, "num_layers": 1,
@@ -80,9 +92,12 @@ class MemoryLimits:
             name: self.measure_inspect_nbytes(name) for name in ("./m", "init", "packed")
         }
 
-    def run_limited(self, limit: int, *words: str) -> str:
+    def run_limited(self, limit: int, *words: str, prelude: str = "") -> str:
         """Run a command with a limit in bytes on its data (0: none), and return stderr."""
-        run = run_python(LIMITED_SCRIPT, str(limit), *words, "-q", cwd=self.folder)
+        script = prelude + LIMITED_SCRIPT
+        # Only the notes of a run with a prelude are looked at.
+        quiet = ["--progress", "none"] if prelude else ["-q"]
+        run = run_python(script, str(limit), *words, *quiet, cwd=self.folder)
         assert run.returncode == 0, run.stderr
         return run.stderr
 
@@ -92,12 +107,13 @@ class MemoryLimits:
         assert match
         return int(match[1]) * 1024
 
-    def check_within_budget(self, *words: str) -> None:
-        """Check that a command needs at most the budget more than `prep inspect` of its source."""
+    def check_within_budget(self, *words: str, prelude: str = "") -> str:
+        """Check that a command needs at most the budget more than `prep inspect` of its source. Return stderr."""
         base = max(nbytes for name, nbytes in self.inspect_nbytes.items() if name in words)
         memory = () if words[0] == "inspect" else ("--memory", f"{self.budget}MiB")
         try:
-            self.run_limited(base + self.budget * MIB + SLACK_NBYTES, *words, *memory)
+            limit = base + self.budget * MIB + SLACK_NBYTES
+            return self.run_limited(limit, *words, *memory, prelude=prelude)
         finally:
             shutil.rmtree(self.folder / "out", ignore_errors=True)
 
@@ -134,6 +150,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> MemoryLimits:
 @pytest.mark.parametrize("words", slow_except(COMMANDS, FAST_COMMANDS), ids=" ".join)
 def test_command_fits_in_minimum_budget(small: MemoryLimits, words: list[str]):
     small.check_within_budget(*words)
+
+
+def test_comparison_with_the_source_fits_in_the_budget(small: MemoryLimits):
+    words = ["save-init", "./m", "--mesh", "1,2,4", "--out", "out"]
+    notes = small.check_within_budget(*words, prelude=TOUCHING_SCRIPT)
+    assert "may have changed while it was read: comparing" in notes
 
 
 @pytest.fixture(scope="module", params=[128, 512], ids=lambda budget: f"{budget}MiB")
