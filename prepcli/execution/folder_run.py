@@ -377,8 +377,12 @@ class FolderRun(ConversionRun):
         files = self.files
         if compressed is not None:
             files = [store.folder / self.plan.item / path for path in compressed.files]
-        self.check_data(digests)
+        # Bytes between tensors have no digest, so that a resumed run would keep whatever an earlier run left there. In
+        # new files they are zero.
+        if compressed is None and not store.is_first_session:
+            zero_gaps(self.plan, files)
         stamps = read_stamps(files)
+        self.check_data(digests)
         metadata = encode_metadata(self.plan, compressed)
         self._manifest = finalize_folder(
             self.plan,
@@ -389,7 +393,7 @@ class FolderRun(ConversionRun):
             sums=all_checksums(self.num_blocks, notes),
             compressed=compressed,
         )
-        # The stamps were read before the digest check. Equal stamps show that no file has changed since.
+        # The stamps were read before the check of the data. Equal stamps show that no file has changed since.
         check_unchanged(stamps)
         # Another program may have created the output meanwhile.
         _check_replaceable(self.out)
@@ -405,10 +409,6 @@ class FolderRun(ConversionRun):
         Args:
             digests: Digests of all streams, by number.
         """
-        # Bytes between tensors have no digest, so that a resumed run would keep whatever an
-        # earlier run left there. In new files they are zero.
-        if not self.folder_store.is_first_session:
-            zero_gaps(self.plan, self.files)
         check_data_files(self.plan, self.files, digests=digests, reader=self.readback)
 
 

@@ -324,15 +324,18 @@ def test_output_truncated_while_written_is_an_error(
     assert read_files(Path("out")) == expected
 
 
-def test_output_change_while_finalizing_is_an_error(sources: FaultSources, capsys, monkeypatch):
-    expected, real_finalize = sources.expected(COMMANDS["save-init"]), folder_run.finalize_folder
+@pytest.mark.parametrize("step", ["check_data_files", "finalize_folder"])
+def test_output_change_while_publishing_is_an_error(
+    sources: FaultSources, capsys, monkeypatch, step: str
+):
+    expected, real_step = sources.expected(COMMANDS["save-init"]), getattr(folder_run, step)
 
     def change(*args, **options) -> None:
-        real_finalize(*args, **options)
+        real_step(*args, **options)
         flip_bit(largest_data_file(), 10)
 
     with monkeypatch.context() as patched:
-        patched.setattr(folder_run, "finalize_folder", change)
+        patched.setattr(folder_run, step, change)
         assert run("save-init") == 1
     assert "was changed by" in capsys.readouterr().err
     assert run("save-init") == 0
