@@ -62,6 +62,8 @@ MAX_NOTE_NBYTES = 64 << 20
 RENEW_S = 20.0
 STALE_S = 60.0
 LOOK_S = 0.5
+# Seconds until a process says that it waits for another one to begin the run
+SILENT_S = 5.0
 NUM_THREADS = 32  # concurrent requests for small objects
 OTHER_ADDRESS_HINT = text(
     "set {} to another address, or pass {}", Option("out"), Option("overwrite", True)
@@ -82,7 +84,7 @@ class BucketStore:
         Args:
             bucket: Client of the output's URL.
             plan_digest: Digest of the plan.
-            say: Receives a line if the URL cannot be locked.
+            say: Receives a line if the URL cannot be locked, or if the process waits for another one.
         """
         self.bucket = bucket
         self.session = ""
@@ -99,6 +101,9 @@ class BucketStore:
         # Owners of claims
         self._owners: dict[str, str] = {}
         self._is_published = False
+        self._say = say
+        self._waited_s = 0.0
+        self._has_said_waiting = False
 
     @property
     def name(self) -> str:
@@ -124,7 +129,7 @@ class BucketStore:
             claim = self.claim(BEGIN)
             # Without conditional writes, every process gets the claim.
             if claim is None or not (may_begin or self._state.has_conditions):
-                time.sleep(LOOK_S)
+                self._wait_for_begin()
                 continue
             with claim:
                 # Another process may have begun the run since, and may even have published the output.
@@ -133,6 +138,16 @@ class BucketStore:
                         return
                     self._begin(identity, source, restart=restart)
                 restart = False
+
+    def _wait_for_begin(self) -> None:
+        """Wait a moment for the process that begins the run, and look whether it still runs."""
+        self._waited_s += LOOK_S
+        if self._waited_s > SILENT_S and not self._has_said_waiting:
+            process = "another process" if self._state.has_conditions else "process 0"
+            self._say(f"waiting for {process} to begin {self.name}")
+            self._has_said_waiting = True
+        time.sleep(LOOK_S)
+        self._is_alive(self._owners.get(BEGIN, ""))
 
     def _is_open(self, identity: Mapping[str, object]) -> bool:
         """Return whether processes of this run may write. Read its session."""
@@ -294,10 +309,7 @@ class BucketStore:
                     # An earlier request arrived, and its answer was lost.
                     version = stored.version
                 else:
-                    alive = self._state.find_file(f"{ALIVE_FOLDER}/{owner}")
-                    if alive is not None:
-                        self._seen[owner] = self._see(owner, alive)
-                    if alive is not None and self._is_recent(owner):
+                    if self._is_alive(owner):
                         self._owners[name] = owner
                         return None
                     version = replace_object(self._state, path, content, stored.version)
@@ -316,6 +328,15 @@ class BucketStore:
             with contextlib.suppress(PrepError):
                 if not self.is_published():
                     self._state.delete(path)
+
+    def _is_alive(self, process: str) -> bool:
+        """Return whether the process of a claim may still run."""
+        file = self._state.find_file(f"{ALIVE_FOLDER}/{process}")
+        if file is None:
+            self._seen.pop(process, None)
+            return False
+        self._seen[process] = self._see(process, file)
+        return self._is_recent(process)
 
     def _is_recent(self, process: str) -> bool:
         """Return whether a process may still run, by what this one has seen of it."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import pytest
 
@@ -22,6 +24,7 @@ from prepcli.formats.manifest import encode_manifest
 from prepcli.stores.addresses import parse_url
 from prepcli.stores.object_store import Bucket
 from tests.helpers.object_server import FakeObjectStore, use_objects
+from tests.helpers.waiting import MAX_S, wait_until
 
 IDENTITY: dict[str, object] = {"request": "prep save-init m", "source": "s", "prep": "1"}
 
@@ -40,6 +43,15 @@ def join_run(plan: str = "a", *, restart: bool = False) -> BucketStore:
         run.leave()
         raise
     return run
+
+
+def start_join(run: BucketStore, *, may_begin: bool = True) -> threading.Thread:
+    """Join a run in a thread."""
+    identity = {**IDENTITY, "plan": "a"}
+    join = partial(run.join, identity, {"files": []}, restart=False, may_begin=may_begin)
+    thread = threading.Thread(target=join, daemon=True)
+    thread.start()
+    return thread
 
 
 def test_state_is_deleted_as_a_whole(store: FakeObjectStore):
@@ -107,6 +119,36 @@ def test_a_lock_lasts_as_long_as_one_of_its_processes(store: FakeObjectStore):
     assert "bucket/out/.prep-lock" not in store.objects
 
 
+def test_the_next_process_begins_after_a_failure_of_the_first(store: FakeObjectStore):
+    other_host_claims(store, "begin")
+    run = BucketStore(Bucket(parse_url("gs://bucket/out")), "a", lambda text: None)
+    thread = start_join(run)
+    wait_until(lambda: "HEAD bucket/out/.prep/alive/aa_1_elsewhere" in store.requests)
+    # The process fails, and takes its claim back.
+    del store.objects["bucket/out/.prep/claims/begin"]
+    del store.objects["bucket/out/.prep/alive/aa_1_elsewhere"]
+    started_s = time.monotonic()
+    thread.join(MAX_S)
+    assert run.session
+    assert time.monotonic() - started_s < bucket_store.STALE_S / 2
+    run.leave()
+
+
+def test_a_process_says_that_it_waits_for_the_first(
+    store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    """Without conditional writes only process 0 begins a run."""
+    monkeypatch.setattr(bucket_store, "SILENT_S", 0.0)
+    store.has_conditions = False
+    notes: list[str] = []
+    second = BucketStore(Bucket(parse_url("gs://bucket/out")), "a", notes.append)
+    thread = start_join(second, may_begin=False)
+    wait_until(lambda: any("waiting for process 0" in note for note in notes))
+    first = join_run()
+    thread.join(MAX_S)
+    assert second.session == first.session
+
+
 # Claims
 
 
@@ -122,8 +164,8 @@ def test_a_claim_ends_with_its_process(store: FakeObjectStore):
     assert second.claim("0") is not None
 
 
-def other_host_claims(store: FakeObjectStore) -> None:
-    store.store("bucket/out/.prep/claims/0", b'{"process": "aa_1_elsewhere"}')
+def other_host_claims(store: FakeObjectStore, name: str = "0") -> None:
+    store.store(f"bucket/out/.prep/claims/{name}", b'{"process": "aa_1_elsewhere"}')
     store.store("bucket/out/.prep/alive/aa_1_elsewhere", b"1")
 
 
