@@ -61,6 +61,7 @@ MAX_RECORD_NBYTES = 1 << 20
 MAX_NOTE_NBYTES = 64 << 20
 RENEW_S = 20.0
 STALE_S = 60.0
+LEAVE_S = 20.0  # for a request in flight while a process leaves
 LOOK_S = 0.5
 # Seconds until a process says that it waits for another one to begin the run
 SILENT_S = 5.0
@@ -95,6 +96,7 @@ class BucketStore:
         self._lock = BucketLock(bucket, plan_digest, say=say, is_shared=True)
         self._process = f"{secrets.token_hex(8)}_{os.getpid()}_{socket.gethostname()}"
         self._left = threading.Event()
+        self._renewing: threading.Thread | None = None
         self._source: JsonObject = {}
         # Version of the object below `alive` of another process, and the time since when it has it
         self._seen: dict[str, tuple[str, float]] = {}
@@ -124,7 +126,8 @@ class BucketStore:
         """Join the run, and begin it unless `is_done` finds the output. See `Store.join`."""
         self._lock.acquire()
         self._write_alive()
-        threading.Thread(target=self._renew_until_left, daemon=True).start()
+        self._renewing = threading.Thread(target=self._renew_until_left, daemon=True)
+        self._renewing.start()
         while restart or not self._is_open(identity):
             claim = self.claim(BEGIN)
             # Without conditional writes, every process gets the claim.
@@ -222,6 +225,9 @@ class BucketStore:
         """Leave the run. All claims of this process end."""
         if not self._left.is_set():
             self._left.set()
+            # A renewal in flight would write the object again after its deletion.
+            if self._renewing is not None:
+                self._renewing.join(LEAVE_S)
             with contextlib.suppress(PrepError):
                 self._state.delete(f"{ALIVE_FOLDER}/{self._process}")
             self._lock.release(is_over=self._is_published)

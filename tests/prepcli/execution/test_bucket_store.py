@@ -149,6 +149,33 @@ def test_a_process_says_that_it_waits_for_the_first(
     assert second.session == first.session
 
 
+def test_nothing_is_renewed_after_a_process_has_left(
+    store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bucket_store, "RENEW_S", 0.01)
+    write, begun, ended = Bucket.write_pieces, threading.Event(), threading.Event()
+    main_thread = threading.current_thread()
+
+    def write_slowly(bucket: Bucket, path: str, pieces: list[bytes], *, size: int) -> None:
+        is_renewal = threading.current_thread() is not main_thread
+        if is_renewal:
+            ended.clear()
+            begun.set()
+            time.sleep(0.5)
+        write(bucket, path, pieces, size=size)
+        if is_renewal:
+            ended.set()
+
+    monkeypatch.setattr(Bucket, "write_pieces", write_slowly)
+    run = join_run()
+    begun.clear()
+    assert begun.wait(MAX_S)
+    run.leave()
+    assert ended.wait(MAX_S)
+    time.sleep(0.1)
+    assert not [key for key in store.objects if "/alive/" in key]
+
+
 # Claims
 
 
