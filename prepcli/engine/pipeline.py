@@ -580,10 +580,10 @@ class Pipeline:
     def _checksum_and_write(self, task: _SlabTask) -> None:
         """Record a slab's checksums, write it, and submit a sync point if one is due."""
         start_s = time.perf_counter()
-        # Checksums are computed during the write, because the write waits for the disk. Bytes that an earlier run wrote
-        # are recorded too, though not written again: the hash state of a partly written block is not saved.
+        # Checksums are computed during the write, because the write waits for the disk. Blocks with bytes of an earlier
+        # run stay unknown: their checksums must be of the bytes on disk.
         recording = contextlib.nullcontext()
-        if self.checksums:
+        if self.checksums and task.new_nbytes:
             recording = self.checksums.recording(task.slab.writes, task.data)
         slab = task.slab
         with recording:

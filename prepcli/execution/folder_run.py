@@ -19,7 +19,7 @@ from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import Files, RunReader
-from prepcli.engine.pipeline import Pipeline, PipelineUnit, SyncPoint
+from prepcli.engine.pipeline import Pipeline, PipelineUnit, StreamPrefix, SyncPoint
 from prepcli.execution.data_checks import (
     check_data_files,
     check_unchanged,
@@ -98,8 +98,7 @@ class FolderRun(ConversionRun):
         self.recorder = ChecksumRecorder(self.extents)
         self._sink: Files | None = None
         self.pipeline: Pipeline | None = None
-        # Notes of the durable parts that this process continues, and notes of units that are not synced yet
-        self._parts: dict[int, UnitNote] = {}
+        # Notes of units that are not synced yet
         self._unsynced: dict[int, UnitNote] = {}
         # Set if this process has published the output
         self._manifest: Manifest | None = None
@@ -280,7 +279,7 @@ class FolderRun(ConversionRun):
     def keep_part(self, folder: str, number: int, note: UnitNote) -> None:
         """Make the intact streams of a damaged unit its part."""
         # The part comes before the deletion: a kill between the two leaves the note of an older session.
-        self.write_note(PART_FOLDER, number, note)
+        self.write_note(PART_FOLDER, number, self._part_note(note.digests, note.prefix))
         self.store.delete([f"{DONE_FOLDER}/{number}"])
 
     # Writing
@@ -327,7 +326,6 @@ class FolderRun(ConversionRun):
         # A process of this session may have read another source, before it has found that and deleted its notes.
         if part is None or part.session != self.session or part.source != self.source_digest:
             return unit
-        self._parts[number] = part
         return replace(unit, digests=part.digests, prefix=part.prefix)
 
     def begin_unit(self, unit: PipelineUnit) -> None:
@@ -335,34 +333,32 @@ class FolderRun(ConversionRun):
 
     def complete_unit(self, number: int) -> None:
         """Make the note of a unit, to be written after the next sync."""
-        self._unsynced[number] = self._make_note(number, self.recorder.take_new())
+        blocks = self.recorder.take_new()
+        sums = self.recorder.sums[blocks.astype(np.int64)]
+        digests: dict[int, str] = {}
+        for stream in self.units[number].streams:
+            if self.plan.streams[stream].nbytes and stream in self._digests:
+                digests[stream] = self._digests[stream]
+        self._unsynced[number] = UnitNote(digests, blocks, sums, self.session, self.writer)
 
     def record_durable(self, point: SyncPoint) -> None:
         """Write the notes of durable units, and of the durable part of a large one."""
         self.note_durable({number: self._unsynced.pop(number) for number in point.complete})
         part = point.part
         if part and self.units[part.unit].nbytes >= LARGE_UNIT_NBYTES:
-            note = self._make_note(part.unit, self.recorder.new_blocks())
-            note = replace(note, digests=part.digests, prefix=part.prefix)
-            self.write_note(PART_FOLDER, part.unit, note)
+            self.write_note(PART_FOLDER, part.unit, self._part_note(part.digests, part.prefix))
+
+    def _part_note(self, digests: Mapping[int, str], prefix: StreamPrefix | None) -> UnitNote:
+        """Return the note of the durable part of a unit."""
+        # Without checksums: the next process may write other values to a part of a block. Blocks without a checksum
+        # are read back before the publication.
+        return UnitNote(digests, session=self.session, writer=self.writer, prefix=prefix)
 
     def note_durable(self, notes: Mapping[int, UnitNote]) -> None:
         """Note complete units after the sync of their bytes."""
         for number, note in notes.items():
             self.note_unit(number, note)
             self.release(number)
-            self._parts.pop(number, None)
-
-    def _make_note(self, number: int, blocks: np.ndarray) -> UnitNote:
-        sums = self.recorder.sums[blocks.astype(np.int64)]
-        if part := self._parts.get(number):
-            blocks = np.concatenate([part.blocks, blocks])
-            sums = np.concatenate([part.sums, sums])
-        digests: dict[int, str] = {}
-        for stream in self.units[number].streams:
-            if self.plan.streams[stream].nbytes and stream in self._digests:
-                digests[stream] = self._digests[stream]
-        return UnitNote(digests, blocks, sums, self.session, self.writer)
 
     # Publication
 

@@ -218,8 +218,6 @@ class PackedFolderRun(FolderRun):
 
     def _compress_unit(self, number: int, note: UnitNote) -> UnitNote:
         """Compress the chunks of a complete unit. Return its note with their lengths, and the digest of their bytes."""
-        # The durable part of an earlier run has the checksums of its blocks in its note.
-        self.recorder.sums[note.blocks.astype(np.int64)] = note.sums
         blocks: list[int] = []
         lengths: dict[int, list[int]] = {}
         objects: list[RemoteFile] = []

@@ -137,7 +137,7 @@ class UnitNote:
 
     Attributes:
         digests: Digests of its durable streams, by number.
-        blocks: Numbers of the checksum blocks recorded while its bytes are written.
+        blocks: Numbers of the checksum blocks recorded while its bytes are written. Empty for a durable part.
         sums: Checksum of each of these blocks.
         session: Session of its writer.
         writer: Host and number of the process.
