@@ -50,7 +50,7 @@ from prepcli.planning.slabs import min_buffer_nbytes
 from prepcli.planning.work_units import find_bucket_units
 from prepcli.stores import object_store
 from prepcli.stores.bucket_lock import BucketLock, check_lock, is_locked_by
-from prepcli.stores.byte_ranges import map_in_daemon_threads, retry_policy_from_env
+from prepcli.stores.byte_ranges import RemoteFile, map_in_daemon_threads, retry_policy_from_env
 from prepcli.stores.object_store import RETRIES, Bucket, ObjectStoreUrl, part_nbytes
 from prepcli.stores.object_writes import (
     ObjectUploads,
@@ -96,6 +96,8 @@ class BucketRun(ConversionRun):
         self.bucket_store = BucketStore(self.bucket, request.plan_digest, request.say)
         super().__init__(request, self.bucket_store, find_bucket_units(plan), budget)
         self._writer: ObjectWriter | None = None
+        # Objects at the last look
+        self._existing: dict[str, RemoteFile] | None = None
 
     def read_manifest(self) -> Manifest:
         """Return the manifest of the published output. See `ConversionRun.read_manifest`."""
@@ -182,7 +184,8 @@ class BucketRun(ConversionRun):
     # Notes
 
     def check_earlier_notes(self) -> None:
-        """Do nothing: `look` believes no note of another session, and its units are written again."""
+        """Believe no note of another session: its units are written again. Look for the objects of ended processes."""
+        self._existing = None
 
     def read_note(self, folder: str, number: int) -> UnitNote | None:
         """Return the note of a unit in this session. See `ConversionRun.read_note`."""
@@ -227,8 +230,10 @@ class BucketRun(ConversionRun):
     def claim_units(self) -> Iterator[PipelineUnit]:
         """Yield the units that this process can claim. See `ConversionRun.claim_units`."""
         pending = [number for number in self.order if number not in self.notes]
-        for first in range(0, len(pending), MAX_CLAIMED):
-            batch = pending[first : first + MAX_CLAIMED]
+        # A unit that is checked is written alone: other processes may claim the next ones.
+        max_claimed = 1 if self.checks_units else MAX_CLAIMED
+        for first in range(0, len(pending), max_claimed):
+            batch = pending[first : first + max_claimed]
             claims = map_in_daemon_threads(
                 self.bucket_store.claim, map(str, batch), num_threads=NUM_THREADS
             )
@@ -252,9 +257,10 @@ class BucketRun(ConversionRun):
         """Assemble and send the objects of units. See `ConversionRun.write_units`."""
         # Objects of units without a note: a kill came between them and the note. Their bytes are computed
         # again and compared, because only the note has their digests and checksums.
-        existing = {file.path: file for file in self.bucket.list_files()}
+        if self._existing is None:
+            self._existing = {file.path: file for file in self.bucket.list_files()}
         uploads = ObjectUploads(
-            self.bucket, existing, self._limits.parts_in_flight, on_sent=self._count_sent
+            self.bucket, self._existing, self._limits.parts_in_flight, on_sent=self._count_sent
         )
         self._writer = ObjectWriter(
             self.plan,
