@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -39,6 +38,7 @@ from prepcli.execution.run_store import (
     Claim,
     decode_record,
     encode_record,
+    host_identity,
     other_run_error,
 )
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, decode_manifest
@@ -94,7 +94,7 @@ class BucketStore:
         self._state = Bucket(url, bucket.retries, bucket.retry_policy)
         self._plan_digest = plan_digest
         self._lock = BucketLock(bucket, plan_digest, say=say, is_shared=True)
-        self._process = f"{secrets.token_hex(8)}_{os.getpid()}_{socket.gethostname()}"
+        self._process = f"{secrets.token_hex(8)}_{os.getpid()}_{host_identity()}"
         self._left = threading.Event()
         self._renewing: threading.Thread | None = None
         self._source: JsonObject = {}
@@ -349,7 +349,7 @@ class BucketStore:
         # Its name has a token, its number and its host.
         _, _, place = process.partition("_")
         pid, _, host = place.partition("_")
-        is_here = host == socket.gethostname() and pid.isdecimal()
+        is_here = host == host_identity() and pid.isdecimal() and Path("/proc/self").exists()
         if process not in self._seen or (is_here and not Path(f"/proc/{pid}").exists()):
             return False
         return time.monotonic() - self._seen[process][1] < STALE_S

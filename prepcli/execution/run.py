@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +35,15 @@ from prepcli.execution.data_checks import (
     touched_files,
 )
 from prepcli.execution.finalize import check_small_files
-from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER, PUBLISH, Claim, Store, UnitNote
+from prepcli.execution.run_store import (
+    DONE_FOLDER,
+    PART_FOLDER,
+    PUBLISH,
+    Claim,
+    Store,
+    UnitNote,
+    host_identity,
+)
 from prepcli.execution.signals import note_durable_work
 from prepcli.execution.workers import RunOptions, WorkerPool
 from prepcli.planning import coverage
@@ -95,7 +102,7 @@ class ConversionRun(ABC):
         self.integrity = IntegrityChecker(
             self.plan, self.source, allow_overflow=request.options.allow_overflow
         )
-        self.writer = f"{socket.gethostname()}:{os.getpid()}"
+        self.writer = f"{host_identity()}:{os.getpid()}"
         share = self.pool.share
         self.order = order_units(units, count=share.count, index=share.index)
         self._claims: dict[int, Claim] = {}
@@ -267,8 +274,9 @@ class ConversionRun(ABC):
         """Add a believed note of another process."""
         self.notes[number] = note
         # The parent of a worker reads the notes itself. The progress has the bytes of this process and its workers.
+        host, _, _ = self.writer.rpartition(":")
         pids = [os.getpid(), *self.pool.worker_pids()]
-        is_counted = note.writer in {f"{socket.gethostname()}:{pid}" for pid in pids}
+        is_counted = note.writer in {f"{host}:{pid}" for pid in pids}
         if self._shows_progress and not is_counted and PARENT_VARIABLE not in os.environ:
             self.pool.progress.advance(self.units[number].nbytes)
 

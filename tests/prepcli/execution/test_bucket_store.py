@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -223,6 +224,23 @@ def test_a_claim_of_a_killed_process_is_taken_over(store: FakeObjectStore):
     store.store("bucket/out/.prep/claims/0", json.dumps({"process": process}).encode())
     store.store(f"bucket/out/.prep/alive/{process}", b"1")
     assert run.claim("0") is not None
+
+
+@pytest.mark.parametrize("changed", ["readlink", "boot_id"])
+def test_a_claim_of_another_container_with_the_same_name_is_kept(
+    store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch, changed: str
+):
+    """It does not see the processes of this one."""
+    run = join_run()
+    with monkeypatch.context() as container:
+        container.setattr(os, "getpid", lambda: 4999999)
+        if changed == "readlink":
+            container.setattr(os, "readlink", lambda path: "pid:[4026530000]")
+        else:
+            container.setattr(Path, "read_text", lambda path: "other boot")
+        other = join_run()
+    assert other.claim("0") is not None
+    assert run.claim("0") is None
 
 
 def manifest_of(plan: str, files: Mapping[str, bytes] | None = None) -> bytes:
