@@ -228,9 +228,19 @@ class BucketStore:
             # A renewal in flight would write the object again after its deletion.
             if self._renewing is not None:
                 self._renewing.join(LEAVE_S)
+            has_peers = False
+            is_over = self._is_published
             with contextlib.suppress(PrepError):
                 self._state.delete(f"{ALIVE_FOLDER}/{self._process}")
-            self._lock.release(is_over=self._is_published)
+                has_peers = not is_over and self._has_peers()
+                is_over = not has_peers
+            # Without its lock, another plan could delete the objects of a peer that still writes. The peer renews it.
+            self._lock.release(is_over=is_over, is_kept=has_peers)
+
+    def _has_peers(self) -> bool:
+        """Return whether other processes may be in the run."""
+        self.list_state()
+        return any(self._is_recent(process) for process in self._seen)
 
     def _renew_until_left(self) -> None:
         while not self._left.wait(RENEW_S):

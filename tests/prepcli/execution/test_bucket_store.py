@@ -177,6 +177,17 @@ def test_nothing_is_renewed_after_a_process_has_left(
     assert not [key for key in store.objects if "/alive/" in key]
 
 
+def test_a_lock_stays_when_its_owner_leaves_before_the_others(store: FakeObjectStore):
+    first, second = join_run(), join_run()
+    first.leave()
+    with pytest.raises(PrepError, match="gs://bucket/out is locked"):
+        join_run("b", restart=True)
+    second.check_same_run()
+    second.leave()
+    assert not [key for key in store.objects if "lock" in key]
+    join_run("b", restart=True)
+
+
 # Claims
 
 
