@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -31,6 +33,7 @@ from prepcli.execution.finalize import (
     encode_metadata,
     locate_chunks,
     raw_chunks,
+    send_small_file,
     write_last_files,
 )
 from prepcli.execution.object_writer import ObjectWriter, compression_threads
@@ -44,8 +47,9 @@ from prepcli.execution.run_store import (
 )
 from prepcli.formats.codecs import codec_of
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest, foreign_output_error
-from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.manifest_fields import FileRecord, Manifest
 from prepcli.planning.object_files import OBJECT_NBYTES
+from prepcli.planning.plan import SmallFile
 from prepcli.planning.slabs import min_buffer_nbytes
 from prepcli.planning.work_units import find_bucket_units
 from prepcli.stores import object_store
@@ -367,9 +371,14 @@ class BucketRun(ConversionRun):
         # Objects of an earlier try are compared, and not sent again.
         uploads = ObjectUploads(self.bucket, listed)
 
-        def put(path: str, content: bytes) -> None:
-            data = np.frombuffer(content, np.uint8)
-            uploads.send(path, data, start=0, size=data.size)
+        def send(path: str, content: bytes, start: int, size: int) -> None:
+            uploads.send(path, np.frombuffer(content, np.uint8), start=start, size=size)
+
+        # A copied file may be larger than the memory budget.
+        large_files = threading.Lock()
+
+        def copy(path: str, file: SmallFile) -> FileRecord:
+            return send_small_file(file, partial(send, path), large_files=large_files)
 
         compressed: CompressedChunks | None = None
         if self.plan.compression:
@@ -384,7 +393,8 @@ class BucketRun(ConversionRun):
             self.identity,
             digests=digests,
             sums=all_checksums(self.num_blocks, notes),
-            put=put,
+            put=lambda path, content: send(path, content, 0, len(content)),
+            copy=copy,
             compressed=compressed,
             num_threads=NUM_THREADS,
         )

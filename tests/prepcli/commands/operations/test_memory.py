@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
+import prepcli as prep
 from prepcli.algebra.axis_map import bind_row
 from prepcli.formats.safetensors import lay_out_files
 from prepcli.models.parameters import parameter_rows
 from prepcli.models.registry import FAMILIES
 from tests.helpers.adapters import make_adapter
 from tests.helpers.fork_server import run_python
+from tests.helpers.object_server import use_objects
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import GPT_NEO
+from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 
 MIB = 1 << 20
 SLACK_NBYTES = 8 * MIB  # stacks of up to eight threads, which the limit counts whole
@@ -156,6 +158,23 @@ def test_comparison_with_the_source_fits_in_the_budget(small: MemoryLimits):
     words = ["save-init", "./m", "--mesh", "1,2,4", "--out", "out"]
     notes = small.check_within_budget(*words, prelude=TOUCHING_SCRIPT)
     assert "may have changed while it was read: comparing" in notes
+
+
+def test_copied_files_are_sent_to_a_bucket_in_pieces(
+    small: MemoryLimits, monkeypatch: pytest.MonkeyPatch
+):
+    make_checkpoint(small.folder / "copied")
+    for number in range(3):
+        with (small.folder / f"copied/large-{number}.dat").open("wb") as file:
+            file.truncate(100 * MIB)
+    words = ("save-init", "./copied", "--copy", "large-*", "--out", "gs://bucket/out")
+    # The client of the store has threads of its own.
+    limit = small.inspect_nbytes["./m"] + small.budget * MIB + 128 * MIB
+    with use_objects(monkeypatch) as store:
+        small.run_limited(limit, *words, "--memory", f"{small.budget}MiB")
+        sent = [content for path, content in store.objects.items() if path.endswith(".dat")]
+        assert sent == [bytes(100 * MIB)] * 3
+        assert prep.verify("gs://bucket/out")
 
 
 @pytest.fixture(scope="module", params=[128, 512], ids=lambda budget: f"{budget}MiB")
