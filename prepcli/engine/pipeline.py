@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.core.errors import RERUN_HINT, Option, PrepError, text
 from prepcli.core.observer import Progress
 from prepcli.core.worker_thread import WorkerThread, wait_for_threads
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
@@ -566,10 +567,17 @@ class Pipeline:
             task.new_nbytes = 0
         elif slab.start + slab.nbytes == stream.byte_range[1]:
             digest = self.digest.hexdigest()
-            stream_digest = StreamDigest(digest, digest)
+            stream_digest = str(StreamDigest(digest, digest))
             if self.change:
-                stream_digest = self.change.stream_digest(digest)
-            task.digests = {number: str(stream_digest)}
+                stream_digest = str(self.change.stream_digest(digest))
+            # A durable stream is read again for the mean of its rows.
+            if self.result.digests.get(number, stream_digest) != stream_digest:
+                raise PrepError(
+                    f"{stream.name} was read with other values than by an earlier run",
+                    "the source has changed, or one of the reads was wrong",
+                    text("{} with {}", RERUN_HINT, Option("restart", True)),
+                )
+            task.digests = {number: stream_digest}
             self.result.digests |= task.digests
             self.on_digest(number, task.digests[number])
         elif self.background_sync and slab.writes:
