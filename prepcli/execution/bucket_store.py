@@ -240,6 +240,8 @@ class BucketStore:
     def _has_peers(self) -> bool:
         """Return whether other processes may be in the run."""
         self.list_state()
+        # A store may list a deleted object for a time.
+        self._seen.pop(self._process, None)
         return any(self._is_recent(process) for process in self._seen)
 
     def _renew_until_left(self) -> None:
