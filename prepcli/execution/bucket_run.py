@@ -15,10 +15,11 @@ from prepcli.core.errors import RERUN_HINT, Option, PrepError, text, usage_error
 from prepcli.core.json_values import JsonObject
 from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import NullProgress
+from prepcli.engine.background_sync import SyncPoint
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.files import RunReader
 from prepcli.engine.object_assembler import make_object_budget
-from prepcli.engine.pipeline import Pipeline, PipelineUnit, SyncPoint
+from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.execution.bucket_store import (
     NUM_THREADS,
     BucketStore,

@@ -28,12 +28,13 @@ from prepcli.core.errors import (
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import JsonValue
 from prepcli.core.observer import Progress
+from prepcli.engine.background_sync import StreamPrefix
 from prepcli.engine.blobs import DerivedArrays, open_blobs
 from prepcli.engine.budget import Budget
 from prepcli.engine.casts import CastCounts, LowRankUpdate, max_finite, parse_stream_digest
 from prepcli.engine.digest import TensorDigest
 from prepcli.engine.files import Files, RunReader
-from prepcli.engine.pipeline import Pipeline, StreamPrefix
+from prepcli.engine.pipeline import Pipeline
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.formats.manifest import again_hint
 from prepcli.planning import coverage

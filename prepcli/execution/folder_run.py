@@ -15,11 +15,12 @@ import numpy as np
 from prepcli.core.errors import Option, OutputExistsError, PrepError, text
 from prepcli.core.formatting import format_bytes
 from prepcli.core.json_values import JsonObject
+from prepcli.engine.background_sync import StreamPrefix, SyncPoint
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import Files, RunReader
-from prepcli.engine.pipeline import Pipeline, PipelineUnit, StreamPrefix, SyncPoint
+from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.execution.data_checks import (
     check_data_files,
     check_unchanged,

@@ -38,9 +38,9 @@ import numpy as np
 
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.json_values import JsonObject, load_json
+from prepcli.engine.background_sync import StreamPrefix
 from prepcli.engine.checksum_recorder import ChecksumArray
 from prepcli.engine.digest import CHECKSUM_DTYPE, EMPTY_TENSOR_DIGEST, record_digest
-from prepcli.engine.pipeline import StreamPrefix
 from prepcli.planning.plan import Plan
 from prepcli.stores.byte_ranges import RemoteFile
 
