@@ -15,7 +15,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.execution.folder_run import FolderRun
-from prepcli.execution.run import Run
+from prepcli.execution.run import ConversionRun
 from tests.helpers.fork_server import PREP, ForkedProcess, run_prep, start_prep, start_python
 from tests.helpers.killing import (
     COMMANDS,
@@ -163,17 +163,17 @@ def test_source_may_be_deleted_after_the_first_success(
     expected = setup.expected_files("export")
     shutil.copytree(setup.folder / "init", setup.folder / "deleted")
     monkeypatch.chdir(setup.folder)
-    check = Run._check_own_units  # pyright: ignore[reportPrivateUsage]
+    check = ConversionRun._check_own_units  # pyright: ignore[reportPrivateUsage]
     words = ["export", "./deleted", "--out", "out", "--progress", "none", "--processes"]
 
-    def publish_and_delete(run: Run) -> None:
-        monkeypatch.setattr(Run, "_check_own_units", check)
+    def publish_and_delete(run: ConversionRun) -> None:
+        monkeypatch.setattr(ConversionRun, "_check_own_units", check)
         first = run_prep(*words, "2/0", cwd=setup.folder)
         assert first.returncode == 0, first.stderr
         shutil.rmtree(setup.folder / "deleted")
         check(run)
 
-    monkeypatch.setattr(Run, "_check_own_units", publish_and_delete)
+    monkeypatch.setattr(ConversionRun, "_check_own_units", publish_and_delete)
     assert main([*words, "2/1"]) == 0
     files = read_files(setup.folder / "out")
     files.pop("prep-manifest.json")
