@@ -114,13 +114,9 @@ class ChecksumRecorder:
         elif len(self._open) < MAX_OPEN_BLOCKS:
             self._open[number] = state, start + data.size
 
-    def new_blocks(self) -> ChecksumArray:
-        """Return the numbers of the blocks recorded since the last call of `take_new`."""
-        return np.array(self._new, np.uint64)
-
     def take_new(self) -> ChecksumArray:
         """Return the numbers of the blocks recorded since the last call."""
-        numbers = self.new_blocks()
+        numbers = np.array(self._new, np.uint64)
         self._new = []
         return numbers
 

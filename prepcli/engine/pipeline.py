@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -17,8 +17,10 @@ from typing import Protocol
 import numpy as np
 
 from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.core.errors import RERUN_HINT, Option, PrepError, text
 from prepcli.core.observer import Progress
 from prepcli.core.worker_thread import WorkerThread, wait_for_threads
+from prepcli.engine.background_sync import BackgroundSync, StreamPrefix, SyncPoint, UnitPart
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
 from prepcli.engine.casts import StreamDigest, ValueTransform
 from prepcli.engine.checksum_recorder import ChecksumRecorder
@@ -34,115 +36,6 @@ from prepcli.stores.buffers import ByteArray
 MOST_UNSYNCED_NBYTES = 256 << 20
 # A claim of a unit holds a file descriptor until the unit is synced, e.g. seconds on a slow disk.
 MAX_UNSYNCED_UNITS = 64
-# Time between syncs. A kill loses the units in progress, except for the synced bytes of large ones. Compression of a
-# unit begins again.
-SYNC_INTERVAL_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class StreamPrefix:
-    """The durable first bytes of a partly written stream.
-
-    Attributes:
-        stream_number: Number of the stream in the plan, e.g. 17.
-        nbytes: Number of bytes, as they are read.
-        digest: Digest of the bytes as they are written, in the tensor's order.
-    """
-
-    stream_number: int
-    nbytes: int
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class UnitPart:
-    """The durable part of an incomplete unit.
-
-    Attributes:
-        unit: Number of the unit.
-        digests: Digests of its complete streams, by number.
-        prefix: The partly written stream.
-    """
-
-    unit: int
-    digests: Mapping[int, str]
-    prefix: StreamPrefix | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SyncPoint:
-    """A position of the writer.
-
-    Attributes:
-        complete: Numbers of the units completed since the last point.
-        part: Progress of the unit in the writer.
-    """
-
-    complete: tuple[int, ...] = ()
-    part: UnitPart | None = None
-
-
-class BackgroundSync:
-    """A thread that makes sync points durable in order. The writer waits if too many written bytes are not durable."""
-
-    def __init__(
-        self,
-        sink: Files,
-        record: Callable[[SyncPoint], None],
-        *,
-        max_unsynced_nbytes: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Create the sync of `sink`. Its thread starts with the first point.
-
-        The writer waits for a sync once it has written `max_unsynced_nbytes` bytes since the last point.
-        """
-        self._sink = sink
-        self._record = record
-        self._max_unsynced_nbytes = max_unsynced_nbytes
-        self._clock = clock
-        self._thread = ThreadPoolExecutor(1, "prep-sync")
-        self._running: Future[None] | None = None
-        self._ended_s = clock()
-
-    def is_due(self, unsynced_nbytes: int) -> bool:
-        """Return whether the writer should call `submit` now, given the bytes written since the last sync point."""
-        if unsynced_nbytes >= self._max_unsynced_nbytes:
-            return True
-        if not unsynced_nbytes:
-            return False
-        # A new point waits for the running sync, so an early one would stop the writer.
-        is_idle = self._running is None or self._running.done()
-        return is_idle and self._clock() - self._ended_s >= SYNC_INTERVAL_S
-
-    def submit(self, point: SyncPoint) -> None:
-        """Wait for the previous sync and raise its error. Then start to sync `point` in the background."""
-        self._wait_for_sync()
-        self._running = self._thread.submit(self._sync_and_record, point)
-
-    def finish(self, point: SyncPoint) -> None:
-        """Sync the last point, wait for it, and stop the thread."""
-        try:
-            self.submit(point)
-            self._wait_for_sync()
-        finally:
-            self._thread.shutdown()
-
-    def _wait_for_sync(self) -> None:
-        """Wait for the running sync, and raise its error."""
-        running = self._running
-        self._running = None
-        if running:
-            running.result()
-
-    def _sync_and_record(self, point: SyncPoint) -> None:
-        """Make a point durable and record it."""
-        # The record is a promise about the data. A kill before it leaves bytes that no record lists, and
-        # they are written again.
-        self._sink.sync()
-        self._sink.check_unchanged()
-        self._record(point)
-        self._ended_s = self._clock()
 
 
 @dataclass(slots=True)
@@ -211,6 +104,9 @@ class _SlabTask:
     Attributes:
         slab: The slab.
         new_nbytes: Bytes not durable from an earlier run. If it is 0, the slab is not written.
+        prefix_nbytes: Bytes in the durable prefix of the stream.
+        earlier_digest: Digest of the durable prefix as it was written, if it ends in the slab.
+        differs_from_prefix: Whether the durable prefix has another digest now. Set by the move stage.
         needs_gather: Whether the bytes must be copied to the order and page offset of the sink.
         buffers: Buffers of the slab. The first one contains its bytes.
         data: The bytes.
@@ -223,6 +119,9 @@ class _SlabTask:
     needs_gather: bool
     buffers: list[ByteArray]
     data: ByteArray
+    prefix_nbytes: int = 0
+    earlier_digest: str = ""
+    differs_from_prefix: bool = False
     digests: dict[int, str] = field(default_factory=dict)
     prefix: StreamPrefix | None = None
 
@@ -262,6 +161,10 @@ class Pipeline:
     # Durability: the writer hands (complete units, digests, prefix) to the sync thread about once a
     # second. That thread syncs the files, and only then reports the point to the observer. A kill before
     # the report loses the bytes since the last one, which a later run writes again.
+    #
+    # The durable prefix of a stream is not written again, but read, and compared with its digest. The source may have
+    # been read wrongly when the prefix was written, without an error before its kill or before the end of the stream.
+    # If the digests differ, the stream passes once more, and all of it is written.
     #
     # The begin and the end of a unit pass through the queues between its slabs, so that they are in order.
 
@@ -305,10 +208,9 @@ class Pipeline:
         self.result = ConversionResult()
         self.units: Iterable[PipelineUnit] = units or (PipelineUnit(0, range(len(streams))),)
         self.observer = observer
-        # State of the read stage: the unit that it reads
-        self.unit = PipelineUnit(-1, ())
         # State of the move stage, for the stream that it digests
         self.digest = TensorDigest()
+        self.prefix_digest = TensorDigest()
         self.change: ValueTransform | None = None
         # Of the write stage: the next sync point
         self.background_sync: BackgroundSync | None = None
@@ -352,7 +254,6 @@ class Pipeline:
 
     def _read_unit(self, unit: PipelineUnit) -> None:
         """Read the slabs of a unit, and pass them on between its begin and its end."""
-        self.unit = unit
         for number in unit.streams:
             # An empty tensor has no slabs.
             if not self.streams[number].nbytes:
@@ -377,13 +278,41 @@ class Pipeline:
             self.on_digest(number, unit.digests[number])
         self._pass_in_order(partial(self._begin_unit, unit))
         for number in stream_numbers:
-            stream = self.streams[number]
-            for slab in split_stream(number, stream, max_nbytes=self.budget.slab_nbytes):
-                task = self._make_task(slab)
-                self._run_stage(task, 0)
-                if self.error:
-                    return
+            if number in unit.digests:
+                # It is read for the mean of its rows.
+                self._read_stream(number, self.streams[number].nbytes)
+            elif unit.prefix and unit.prefix.stream_number == number:
+                prefix = unit.prefix
+                if not self._read_stream(number, prefix.nbytes, prefix.digest):
+                    self.result.resumed_nbytes -= prefix.nbytes
+                    self.progress.advance(-prefix.nbytes)
+                    self._read_stream(number, 0)
+            else:
+                self._read_stream(number, 0)
+            if self.error:
+                return
         self._pass_in_order(partial(self._end_unit, unit.number))
+
+    def _read_stream(self, number: int, durable_nbytes: int, prefix_digest: str = "") -> bool:
+        """Read the slabs of a stream, and pass them on. Its first `durable_nbytes` bytes are not written.
+
+        Return False, and stop, if these bytes have another digest than `prefix_digest`.
+        """
+        for slab in split_stream(number, self.streams[number], max_nbytes=self.budget.slab_nbytes):
+            task = self._make_task(slab, durable_nbytes)
+            if prefix_digest and task.new_nbytes < slab.nbytes:
+                task.prefix_nbytes = slab.nbytes - task.new_nbytes
+                if self._stream_nbytes_through(slab) >= durable_nbytes:
+                    task.earlier_digest = prefix_digest
+            self._run_stage(task, 0)
+            if task.earlier_digest:
+                # The move stage compares the digests.
+                self.mover.drain()
+            if self.error:
+                break
+            if task.differs_from_prefix:
+                return False
+        return True
 
     def _pass_in_order(self, call: Callable[[], None]) -> None:
         """Call a function in the thread that writes, after all slabs so far."""
@@ -432,21 +361,14 @@ class Pipeline:
         except BaseException as error:
             self._set_error(error)
 
-    def _make_task(self, slab: Slab) -> _SlabTask:
-        """Return the task of a slab, with buffers from the pool."""
+    def _make_task(self, slab: Slab, durable_nbytes: int) -> _SlabTask:
+        """Return the task of a slab, with buffers from the pool. The first bytes of its stream are durable."""
         is_aligned = self.sink is None or self.sink.needs_alignment
         is_gathered = needs_gather(slab, is_aligned)
         has_copies = needs_permute(slab.reads) or slab.changes_values or is_gathered
         buffers = self.buffers.acquire(2 if has_copies else 1)
-        new_nbytes = 0
-        if slab.stream_number not in self.unit.digests:
-            durable_nbytes = 0
-            prefix = self.unit.prefix
-            if prefix and prefix.stream_number == slab.stream_number:
-                durable_nbytes = prefix.nbytes
-            # E.g. 100 durable bytes, slab of bytes 64 to 128: 28 are new, and the whole slab is written.
-            through_nbytes = self._stream_nbytes_through(slab)
-            new_nbytes = max(0, min(slab.nbytes, through_nbytes - durable_nbytes))
+        # E.g. 100 durable bytes, slab of bytes 64 to 128: 28 are new, and the whole slab is written.
+        new_nbytes = max(0, min(slab.nbytes, self._stream_nbytes_through(slab) - durable_nbytes))
         return _SlabTask(slab, new_nbytes, is_gathered, buffers, np.empty(0, np.uint8))
 
     def _stream_nbytes_through(self, slab: Slab) -> int:
@@ -516,22 +438,38 @@ class Pipeline:
         slab = task.slab
         number = slab.stream_number
         stream = self.streams[number]
+        # One transform per stream: it keeps the digest and the counts of the cast over all slabs.
+        if slab.start == stream.byte_range[0]:
+            self.digest = TensorDigest()
+            self.prefix_digest = TensorDigest()
+            self.change = ValueTransform(stream, self.source) if stream.is_changed else None
         # The digest of the read bytes comes before the cast. The cast adds a digest of the written
         # bytes.
         self.digest.update(task.data.data)
-        # One transform per stream: it keeps the digest and the counts of the cast over all slabs.
-        if slab.start == stream.byte_range[0]:
-            self.change = ValueTransform(stream, self.source) if stream.is_changed else None
         if self.change:
             task.data = self.change.apply(task.data, task.swap_buffers(slab.written_nbytes))
             self.result.copied_nbytes += slab.written_nbytes
-        if slab.start + slab.nbytes == stream.byte_range[1]:
+        if task.prefix_nbytes:
+            read_itemsize, written_itemsize = slab.itemsizes
+            written_nbytes = task.prefix_nbytes // read_itemsize * written_itemsize
+            self.prefix_digest.update(task.data[:written_nbytes].data)
+        if task.earlier_digest and task.earlier_digest != self.prefix_digest.hexdigest():
+            # The slab passes once more.
+            task.differs_from_prefix = True
+            task.new_nbytes = 0
+        elif slab.start + slab.nbytes == stream.byte_range[1]:
             digest = self.digest.hexdigest()
-            self.digest = TensorDigest()
-            stream_digest = StreamDigest(digest, digest)
+            stream_digest = str(StreamDigest(digest, digest))
             if self.change:
-                stream_digest = self.change.stream_digest(digest)
-            task.digests = {number: str(stream_digest)}
+                stream_digest = str(self.change.stream_digest(digest))
+            # A durable stream is read again for the mean of its rows.
+            if self.result.digests.get(number, stream_digest) != stream_digest:
+                raise PrepError(
+                    f"{stream.name} was read with other values than by an earlier run",
+                    "the source has changed, or one of the reads was wrong",
+                    text("{} with {}", RERUN_HINT, Option("restart", True)),
+                )
+            task.digests = {number: stream_digest}
             self.result.digests |= task.digests
             self.on_digest(number, task.digests[number])
         elif self.background_sync and slab.writes:
@@ -542,10 +480,10 @@ class Pipeline:
     def _checksum_and_write(self, task: _SlabTask) -> None:
         """Record a slab's checksums, write it, and submit a sync point if one is due."""
         start_s = time.perf_counter()
-        # Checksums are computed during the write, because the write waits for the disk. Bytes that an earlier run wrote
-        # are recorded too, though not written again: the hash state of a partly written block is not saved.
+        # Checksums are computed during the write, because the write waits for the disk. Blocks with bytes of an earlier
+        # run stay unknown: their checksums must be of the bytes on disk.
         recording = contextlib.nullcontext()
-        if self.checksums:
+        if self.checksums and task.new_nbytes:
             recording = self.checksums.recording(task.slab.writes, task.data)
         slab = task.slab
         with recording:
@@ -557,6 +495,8 @@ class Pipeline:
                 self.progress.advance(task.new_nbytes)
                 self.prefix = task.prefix
                 self.written_digests |= task.digests
+            elif task.differs_from_prefix:
+                self.prefix = None
         # Later slabs write short runs to the same pages. A sync between them would write each page to disk several
         # times and read it back.
         shares_pages = not task.digests and any(

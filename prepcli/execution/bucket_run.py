@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -13,10 +15,11 @@ from prepcli.core.errors import RERUN_HINT, Option, PrepError, text, usage_error
 from prepcli.core.json_values import JsonObject
 from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import NullProgress
+from prepcli.engine.background_sync import SyncPoint
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.files import RunReader
 from prepcli.engine.object_assembler import make_object_budget
-from prepcli.engine.pipeline import Pipeline, PipelineUnit, SyncPoint
+from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.execution.bucket_store import (
     NUM_THREADS,
     BucketStore,
@@ -31,6 +34,7 @@ from prepcli.execution.finalize import (
     encode_metadata,
     locate_chunks,
     raw_chunks,
+    send_small_file,
     write_last_files,
 )
 from prepcli.execution.object_writer import ObjectWriter, compression_threads
@@ -44,13 +48,14 @@ from prepcli.execution.run_store import (
 )
 from prepcli.formats.codecs import codec_of
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest, foreign_output_error
-from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.manifest_fields import FileRecord, Manifest
 from prepcli.planning.object_files import OBJECT_NBYTES
+from prepcli.planning.plan import SmallFile
 from prepcli.planning.slabs import min_buffer_nbytes
 from prepcli.planning.work_units import find_bucket_units
 from prepcli.stores import object_store
 from prepcli.stores.bucket_lock import BucketLock, check_lock, is_locked_by
-from prepcli.stores.byte_ranges import map_in_daemon_threads, retry_policy_from_env
+from prepcli.stores.byte_ranges import RemoteFile, map_in_daemon_threads, retry_policy_from_env
 from prepcli.stores.object_store import RETRIES, Bucket, ObjectStoreUrl, part_nbytes
 from prepcli.stores.object_writes import (
     ObjectUploads,
@@ -96,6 +101,8 @@ class BucketRun(ConversionRun):
         self.bucket_store = BucketStore(self.bucket, request.plan_digest, request.say)
         super().__init__(request, self.bucket_store, find_bucket_units(plan), budget)
         self._writer: ObjectWriter | None = None
+        # Objects at the last look
+        self._existing: dict[str, RemoteFile] | None = None
 
     def read_manifest(self) -> Manifest:
         """Return the manifest of the published output. See `ConversionRun.read_manifest`."""
@@ -182,7 +189,8 @@ class BucketRun(ConversionRun):
     # Notes
 
     def check_earlier_notes(self) -> None:
-        """Do nothing: `look` believes no note of another session, and its units are written again."""
+        """Believe no note of another session: its units are written again. Look for the objects of ended processes."""
+        self._existing = None
 
     def read_note(self, folder: str, number: int) -> UnitNote | None:
         """Return the note of a unit in this session. See `ConversionRun.read_note`."""
@@ -217,13 +225,20 @@ class BucketRun(ConversionRun):
         """Return the believed notes that still exist. See `ConversionRun.find_noted`."""
         return self.bucket_store.find_notes(self.notes.keys())
 
+    def count_durable(self) -> int:
+        """Return the number of bytes with known notes. See `ConversionRun.count_durable`."""
+        # A process that a signal stops does not wait for the store.
+        return sum(self.units[number].nbytes for number in list(self.notes))
+
     # Writing
 
     def claim_units(self) -> Iterator[PipelineUnit]:
         """Yield the units that this process can claim. See `ConversionRun.claim_units`."""
         pending = [number for number in self.order if number not in self.notes]
-        for first in range(0, len(pending), MAX_CLAIMED):
-            batch = pending[first : first + MAX_CLAIMED]
+        # A unit that is checked is written alone: other processes may claim the next ones.
+        max_claimed = 1 if self.checks_units else MAX_CLAIMED
+        for first in range(0, len(pending), max_claimed):
+            batch = pending[first : first + max_claimed]
             claims = map_in_daemon_threads(
                 self.bucket_store.claim, map(str, batch), num_threads=NUM_THREADS
             )
@@ -247,9 +262,10 @@ class BucketRun(ConversionRun):
         """Assemble and send the objects of units. See `ConversionRun.write_units`."""
         # Objects of units without a note: a kill came between them and the note. Their bytes are computed
         # again and compared, because only the note has their digests and checksums.
-        existing = {file.path: file for file in self.bucket.list_files()}
+        if self._existing is None:
+            self._existing = {file.path: file for file in self.bucket.list_files()}
         uploads = ObjectUploads(
-            self.bucket, existing, self._limits.parts_in_flight, on_sent=self._count_sent
+            self.bucket, self._existing, self._limits.parts_in_flight, on_sent=self._count_sent
         )
         self._writer = ObjectWriter(
             self.plan,
@@ -277,6 +293,8 @@ class BucketRun(ConversionRun):
             assembler.wait()
             self.add_result(replace(outcome, written_nbytes=0))
             self._write_missing_pieces(self._writer, reader)
+        # Its memory makes room for the checks of the source.
+        self._writer = None
 
     def _add_digest(self, number: int, digest: str) -> None:
         self.integrity.on_digest(number, digest)
@@ -350,13 +368,18 @@ class BucketRun(ConversionRun):
             raise missing_object_error(self.bucket, next(iter(damaged.values())))
         digests = all_digests(self.plan, notes)
         # Units of earlier runs, and of other processes, were read at other times.
-        self.check_source(digests, parse_source_state(store.source_at_start().get("files")))
+        self.check_source(digests, parse_source_state(store.source_at_start().get("files")), notes)
         # Objects of an earlier try are compared, and not sent again.
         uploads = ObjectUploads(self.bucket, listed)
 
-        def put(path: str, content: bytes) -> None:
-            data = np.frombuffer(content, np.uint8)
-            uploads.send(path, data, start=0, size=data.size)
+        def send(path: str, content: bytes, start: int, size: int) -> None:
+            uploads.send(path, np.frombuffer(content, np.uint8), start=start, size=size)
+
+        # A copied file may be larger than the memory budget.
+        large_files = threading.Lock()
+
+        def copy(path: str, file: SmallFile) -> FileRecord:
+            return send_small_file(file, partial(send, path), large_files=large_files)
 
         compressed: CompressedChunks | None = None
         if self.plan.compression:
@@ -371,7 +394,8 @@ class BucketRun(ConversionRun):
             self.identity,
             digests=digests,
             sums=all_checksums(self.num_blocks, notes),
-            put=put,
+            put=lambda path, content: send(path, content, 0, len(content)),
+            copy=copy,
             compressed=compressed,
             num_threads=NUM_THREADS,
         )

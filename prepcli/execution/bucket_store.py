@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -39,6 +38,7 @@ from prepcli.execution.run_store import (
     Claim,
     decode_record,
     encode_record,
+    host_identity,
     other_run_error,
 )
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, decode_manifest
@@ -61,7 +61,10 @@ MAX_RECORD_NBYTES = 1 << 20
 MAX_NOTE_NBYTES = 64 << 20
 RENEW_S = 20.0
 STALE_S = 60.0
+LEAVE_S = 20.0  # for a request in flight while a process leaves
 LOOK_S = 0.5
+# Seconds until a process says that it waits for another one to begin the run
+SILENT_S = 5.0
 NUM_THREADS = 32  # concurrent requests for small objects
 OTHER_ADDRESS_HINT = text(
     "set {} to another address, or pass {}", Option("out"), Option("overwrite", True)
@@ -82,7 +85,7 @@ class BucketStore:
         Args:
             bucket: Client of the output's URL.
             plan_digest: Digest of the plan.
-            say: Receives a line if the URL cannot be locked.
+            say: Receives a line if the URL cannot be locked, or if the process waits for another one.
         """
         self.bucket = bucket
         self.session = ""
@@ -91,14 +94,18 @@ class BucketStore:
         self._state = Bucket(url, bucket.retries, bucket.retry_policy)
         self._plan_digest = plan_digest
         self._lock = BucketLock(bucket, plan_digest, say=say, is_shared=True)
-        self._process = f"{secrets.token_hex(8)}_{os.getpid()}_{socket.gethostname()}"
+        self._process = f"{secrets.token_hex(8)}_{os.getpid()}_{host_identity()}"
         self._left = threading.Event()
+        self._renewing: threading.Thread | None = None
         self._source: JsonObject = {}
         # Version of the object below `alive` of another process, and the time since when it has it
         self._seen: dict[str, tuple[str, float]] = {}
         # Owners of claims
         self._owners: dict[str, str] = {}
         self._is_published = False
+        self._say = say
+        self._waited_s = 0.0
+        self._has_said_waiting = False
 
     @property
     def name(self) -> str:
@@ -119,12 +126,13 @@ class BucketStore:
         """Join the run, and begin it unless `is_done` finds the output. See `Store.join`."""
         self._lock.acquire()
         self._write_alive()
-        threading.Thread(target=self._renew_until_left, daemon=True).start()
+        self._renewing = threading.Thread(target=self._renew_until_left, daemon=True)
+        self._renewing.start()
         while restart or not self._is_open(identity):
             claim = self.claim(BEGIN)
             # Without conditional writes, every process gets the claim.
             if claim is None or not (may_begin or self._state.has_conditions):
-                time.sleep(LOOK_S)
+                self._wait_for_begin()
                 continue
             with claim:
                 # Another process may have begun the run since, and may even have published the output.
@@ -133,6 +141,16 @@ class BucketStore:
                         return
                     self._begin(identity, source, restart=restart)
                 restart = False
+
+    def _wait_for_begin(self) -> None:
+        """Wait a moment for the process that begins the run, and look whether it still runs."""
+        self._waited_s += LOOK_S
+        if self._waited_s > SILENT_S and not self._has_said_waiting:
+            process = "another process" if self._state.has_conditions else "process 0"
+            self._say(f"waiting for {process} to begin {self.name}")
+            self._has_said_waiting = True
+        time.sleep(LOOK_S)
+        self._is_alive(self._owners.get(BEGIN, ""))
 
     def _is_open(self, identity: Mapping[str, object]) -> bool:
         """Return whether processes of this run may write. Read its session."""
@@ -207,9 +225,24 @@ class BucketStore:
         """Leave the run. All claims of this process end."""
         if not self._left.is_set():
             self._left.set()
+            # A renewal in flight would write the object again after its deletion.
+            if self._renewing is not None:
+                self._renewing.join(LEAVE_S)
+            has_peers = False
+            is_over = self._is_published
             with contextlib.suppress(PrepError):
                 self._state.delete(f"{ALIVE_FOLDER}/{self._process}")
-            self._lock.release(is_over=self._is_published)
+                has_peers = not is_over and self._has_peers()
+                is_over = not has_peers
+            # Without its lock, another plan could delete the objects of a peer that still writes. The peer renews it.
+            self._lock.release(is_over=is_over, is_kept=has_peers)
+
+    def _has_peers(self) -> bool:
+        """Return whether other processes may be in the run."""
+        self.list_state()
+        # A store may list a deleted object for a time.
+        self._seen.pop(self._process, None)
+        return any(self._is_recent(process) for process in self._seen)
 
     def _renew_until_left(self) -> None:
         while not self._left.wait(RENEW_S):
@@ -294,10 +327,7 @@ class BucketStore:
                     # An earlier request arrived, and its answer was lost.
                     version = stored.version
                 else:
-                    alive = self._state.find_file(f"{ALIVE_FOLDER}/{owner}")
-                    if alive is not None:
-                        self._seen[owner] = self._see(owner, alive)
-                    if alive is not None and self._is_recent(owner):
+                    if self._is_alive(owner):
                         self._owners[name] = owner
                         return None
                     version = replace_object(self._state, path, content, stored.version)
@@ -312,16 +342,26 @@ class BucketStore:
 
     def _release(self, path: str) -> None:
         # The claim of a noted unit may stay: it is deleted with the state.
-        if path.rpartition("/")[2] in (BEGIN, "publish") and not self.is_published():
+        if path.rpartition("/")[2] in (BEGIN, "publish"):
             with contextlib.suppress(PrepError):
-                self._state.delete(path)
+                if not self.is_published():
+                    self._state.delete(path)
+
+    def _is_alive(self, process: str) -> bool:
+        """Return whether the process of a claim may still run."""
+        file = self._state.find_file(f"{ALIVE_FOLDER}/{process}")
+        if file is None:
+            self._seen.pop(process, None)
+            return False
+        self._seen[process] = self._see(process, file)
+        return self._is_recent(process)
 
     def _is_recent(self, process: str) -> bool:
         """Return whether a process may still run, by what this one has seen of it."""
         # Its name has a token, its number and its host.
         _, _, place = process.partition("_")
         pid, _, host = place.partition("_")
-        is_here = host == socket.gethostname() and pid.isdecimal()
+        is_here = host == host_identity() and pid.isdecimal() and Path("/proc/self").exists()
         if process not in self._seen or (is_here and not Path(f"/proc/{pid}").exists()):
             return False
         return time.monotonic() - self._seen[process][1] < STALE_S

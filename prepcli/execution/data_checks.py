@@ -28,12 +28,13 @@ from prepcli.core.errors import (
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import JsonValue
 from prepcli.core.observer import Progress
+from prepcli.engine.background_sync import StreamPrefix
 from prepcli.engine.blobs import DerivedArrays, open_blobs
 from prepcli.engine.budget import Budget
 from prepcli.engine.casts import CastCounts, LowRankUpdate, max_finite, parse_stream_digest
 from prepcli.engine.digest import TensorDigest
 from prepcli.engine.files import Files, RunReader
-from prepcli.engine.pipeline import Pipeline, StreamPrefix
+from prepcli.engine.pipeline import Pipeline
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.formats.manifest import again_hint
 from prepcli.planning import coverage
@@ -110,12 +111,18 @@ def parse_source_state(value: JsonValue) -> SourceState:
     return state
 
 
+class SourceChangedError(PrepError):
+    """A source has other bytes than when it was read."""
+
+
 def source_changed_error(
     paths: Sequence[AnyPath], source: Source, hint: str = RESTART_HINT
-) -> PrepError:
+) -> SourceChangedError:
     """Return the error for changed files."""
     names = ", ".join(path.name for path in paths)
-    return PrepError(f"{names} changed while it was read", f"in {source.display_name}", hint)
+    return SourceChangedError(
+        f"{names} changed while it was read", f"in {source.display_name}", hint
+    )
 
 
 def touched_files(
@@ -255,13 +262,17 @@ HOLE_MARGIN_NBYTES = 1 << 17
 FileStamps = dict[Path, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StreamReader:
-    """Reads streams back from data files, or again from the source, within a memory budget."""
+    """Reads streams back from data files, or again from the source, within a memory budget.
+
+    `peak_nbytes` is the largest anonymous memory seen.
+    """
 
     streams: Sequence[Stream]
     budget: Budget
     progress: Progress
+    peak_nbytes: int = 0
 
     def digest_written_streams(
         self, stream_numbers: Iterable[int], written: RunReader
@@ -279,6 +290,7 @@ class StreamReader:
             ).run()
         finally:
             self.progress.end()
+        self.peak_nbytes = max(self.peak_nbytes, outcome.peak_nbytes)
         return {number: outcome.digests[position] for position, number in enumerate(streams)}
 
     def has_prefix(self, prefix: StreamPrefix, written: RunReader) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -13,11 +15,17 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, PrepError
 from prepcli.engine.casts import Scale, parse_stream_digest, report_casts
 from prepcli.engine.checksum_recorder import ChecksumArray, compute_unknown
-from prepcli.engine.digest import UNNAMED_ALGORITHM, TensorDigest, record_digest
+from prepcli.engine.digest import (
+    UNNAMED_ALGORITHM,
+    TensorDigest,
+    record_digest,
+    record_digest_of_pieces,
+)
 from prepcli.engine.files import Files
 from prepcli.formats.checksums import CHECKSUMS_FILE, encode_checksums
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest, record_file
@@ -54,6 +62,9 @@ from prepcli.stores.files import (
 
 # Small files are written from their first byte again, also after an interruption.
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+# Larger files are sent one at a time, in pieces.
+LARGE_FILE_NBYTES = 1 << 20
+PIECE_NBYTES = 8 << 20
 # [chunks, 3]: file, offset, bytes. An object per chunk would need too much memory.
 _ChunkTable = npt.NDArray[np.int64]
 WORK_FOLDER = ".prep"  # state of the run, in an output that is not complete
@@ -279,6 +290,51 @@ def _read_small_file(file: SmallFile) -> bytes:
     if file.xxh3 and record_digest(content) != file.xxh3:
         raise _damaged_copy_error(file)
     return content
+
+
+def send_small_file(
+    file: SmallFile, send: Callable[[bytes, int, int], object], *, large_files: threading.Lock
+) -> FileRecord:
+    """Send a small file of a plan, e.g. to a store.
+
+    Args:
+        file: The file.
+        send: Sends bytes, given their offset in the file and the size of the file.
+        large_files: Held while a file of more than LARGE_FILE_NBYTES is sent.
+
+    Returns:
+        The record of the file.
+
+    Raises:
+        PrepError: The file cannot be read, or its bytes differ from their record.
+    """
+    if not file.copied_from:
+        content = file.read_content()
+        send(content, 0, len(content))
+        return _content_record(content)
+    try:
+        with (
+            open(file.copied_from, "rb", opener=_open_without_links) as source,
+            contextlib.ExitStack() as stack,
+        ):
+            size = os.fstat(source.fileno()).st_size
+            if size > LARGE_FILE_NBYTES:
+                stack.enter_context(large_files)
+            digest = record_digest_of_pieces(iter(partial(source.read, PIECE_NBYTES), b""))
+            if file.xxh3 and digest != file.xxh3:
+                raise _damaged_copy_error(file)
+            source.seek(0)
+            state = xxhash.xxh3_128()
+            for start in range(0, max(size, 1), PIECE_NBYTES):
+                piece = source.read(min(PIECE_NBYTES, size - start))
+                state.update(piece)
+                # The object is complete after its last piece.
+                if start + PIECE_NBYTES >= size and state.hexdigest() != digest:
+                    raise PrepError(f"{file.copied_from} changed while it was read", "", RERUN_HINT)
+                send(piece, start, size)
+    except OSError as error:
+        raise io_error(Path(file.copied_from), error) from error
+    return {"bytes": size, "xxh3": digest}
 
 
 def _damaged_copy_error(file: SmallFile) -> PrepError:

@@ -15,11 +15,12 @@ import numpy as np
 from prepcli.core.errors import Option, OutputExistsError, PrepError, text
 from prepcli.core.formatting import format_bytes
 from prepcli.core.json_values import JsonObject
+from prepcli.engine.background_sync import StreamPrefix, SyncPoint
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import Files, RunReader
-from prepcli.engine.pipeline import Pipeline, PipelineUnit, SyncPoint
+from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.execution.data_checks import (
     check_data_files,
     check_unchanged,
@@ -97,10 +98,8 @@ class FolderRun(ConversionRun):
         self.extents = chunk_extents(plan.leaves)
         self.recorder = ChecksumRecorder(self.extents)
         self._sink: Files | None = None
-        self._source_reader: RunReader | None = None
         self.pipeline: Pipeline | None = None
-        # Notes of the durable parts that this process continues, and notes of units that are not synced yet
-        self._parts: dict[int, UnitNote] = {}
+        # Notes of units that are not synced yet
         self._unsynced: dict[int, UnitNote] = {}
         # Set if this process has published the output
         self._manifest: Manifest | None = None
@@ -281,19 +280,16 @@ class FolderRun(ConversionRun):
     def keep_part(self, folder: str, number: int, note: UnitNote) -> None:
         """Make the intact streams of a damaged unit its part."""
         # The part comes before the deletion: a kill between the two leaves the note of an older session.
-        self.write_note(PART_FOLDER, number, note)
+        self.write_note(PART_FOLDER, number, self._part_note(note.digests, note.prefix))
         self.store.delete([f"{DONE_FOLDER}/{number}"])
 
     # Writing
 
-    def _open_files(self) -> tuple[Files, RunReader]:
-        """Open the output's data files and the source's files, once."""
-        if self._sink is None or self._source_reader is None:
+    def _open_files(self) -> Files:
+        """Open the output's data files, once."""
+        if self._sink is None:
             self._sink = self.opened.enter_context(self.open_sink())
-            self._source_reader = self.opened.enter_context(
-                open_blobs(self.source.byte_sources, self.budget.cache_nbytes)
-            )
-        return self._sink, self._source_reader
+        return self._sink
 
     def open_sink(self) -> Files:
         """Open the data files to write."""
@@ -301,24 +297,27 @@ class FolderRun(ConversionRun):
 
     def write_units(self, units: Iterator[PipelineUnit]) -> None:
         """Write units at their offsets. See `ConversionRun.write_units`."""
-        sink, reader = self._open_files()
+        sink = self._open_files()
         recorder = self.recorder if self.plan.leaves else None
-        self.pipeline = pipeline = Pipeline(
-            self.plan.streams,
-            reader,
-            sink=sink,
-            budget=self.budget,
-            progress=self.pool.progress,
-            units=units,
-            observer=self,
-            on_digest=self.integrity.on_digest,
-            checksums=recorder,
-        )
-        self._digests = pipeline.result.digests
-        try:
-            pipeline.run()
-        finally:
-            self.add_result(pipeline.result)
+        with open_blobs(self.source.byte_sources, self.budget.cache_nbytes) as reader:
+            self.pipeline = pipeline = Pipeline(
+                self.plan.streams,
+                reader,
+                sink=sink,
+                budget=self.budget,
+                progress=self.pool.progress,
+                units=units,
+                observer=self,
+                on_digest=self.integrity.on_digest,
+                checksums=recorder,
+            )
+            self._digests = pipeline.result.digests
+            try:
+                pipeline.run()
+            finally:
+                self.add_result(pipeline.result)
+                # Its buffers and the cache of the reader make room for the checks of the written bytes and the source.
+                self.pipeline = None
         sink.check_unchanged()
 
     def prepare_unit(self, number: int) -> PipelineUnit:
@@ -328,7 +327,6 @@ class FolderRun(ConversionRun):
         # A process of this session may have read another source, before it has found that and deleted its notes.
         if part is None or part.session != self.session or part.source != self.source_digest:
             return unit
-        self._parts[number] = part
         return replace(unit, digests=part.digests, prefix=part.prefix)
 
     def begin_unit(self, unit: PipelineUnit) -> None:
@@ -336,34 +334,32 @@ class FolderRun(ConversionRun):
 
     def complete_unit(self, number: int) -> None:
         """Make the note of a unit, to be written after the next sync."""
-        self._unsynced[number] = self._make_note(number, self.recorder.take_new())
+        blocks = self.recorder.take_new()
+        sums = self.recorder.sums[blocks.astype(np.int64)]
+        digests: dict[int, str] = {}
+        for stream in self.units[number].streams:
+            if self.plan.streams[stream].nbytes and stream in self._digests:
+                digests[stream] = self._digests[stream]
+        self._unsynced[number] = UnitNote(digests, blocks, sums, self.session, self.writer)
 
     def record_durable(self, point: SyncPoint) -> None:
         """Write the notes of durable units, and of the durable part of a large one."""
         self.note_durable({number: self._unsynced.pop(number) for number in point.complete})
         part = point.part
         if part and self.units[part.unit].nbytes >= LARGE_UNIT_NBYTES:
-            note = self._make_note(part.unit, self.recorder.new_blocks())
-            note = replace(note, digests=part.digests, prefix=part.prefix)
-            self.write_note(PART_FOLDER, part.unit, note)
+            self.write_note(PART_FOLDER, part.unit, self._part_note(part.digests, part.prefix))
+
+    def _part_note(self, digests: Mapping[int, str], prefix: StreamPrefix | None) -> UnitNote:
+        """Return the note of the durable part of a unit."""
+        # Without checksums: the next process may write other values to a part of a block. Blocks without a checksum
+        # are read back before the publication.
+        return UnitNote(digests, session=self.session, writer=self.writer, prefix=prefix)
 
     def note_durable(self, notes: Mapping[int, UnitNote]) -> None:
         """Note complete units after the sync of their bytes."""
         for number, note in notes.items():
             self.note_unit(number, note)
             self.release(number)
-            self._parts.pop(number, None)
-
-    def _make_note(self, number: int, blocks: np.ndarray) -> UnitNote:
-        sums = self.recorder.sums[blocks.astype(np.int64)]
-        if part := self._parts.get(number):
-            blocks = np.concatenate([part.blocks, blocks])
-            sums = np.concatenate([part.sums, sums])
-        digests: dict[int, str] = {}
-        for stream in self.units[number].streams:
-            if self.plan.streams[stream].nbytes and stream in self._digests:
-                digests[stream] = self._digests[stream]
-        return UnitNote(digests, blocks, sums, self.session, self.writer)
 
     # Publication
 
@@ -378,8 +374,12 @@ class FolderRun(ConversionRun):
         files = self.files
         if compressed is not None:
             files = [store.folder / self.plan.item / path for path in compressed.files]
-        self.check_data(digests)
+        # Bytes between tensors have no digest, so that a resumed run would keep whatever an earlier run left there. In
+        # new files they are zero.
+        if compressed is None and not store.is_first_session:
+            zero_gaps(self.plan, files)
         stamps = read_stamps(files)
+        self.check_data(digests)
         metadata = encode_metadata(self.plan, compressed)
         self._manifest = finalize_folder(
             self.plan,
@@ -390,7 +390,7 @@ class FolderRun(ConversionRun):
             sums=all_checksums(self.num_blocks, notes),
             compressed=compressed,
         )
-        # The stamps were read before the digest check. Equal stamps show that no file has changed since.
+        # The stamps were read before the check of the data. Equal stamps show that no file has changed since.
         check_unchanged(stamps)
         # Another program may have created the output meanwhile.
         _check_replaceable(self.out)
@@ -406,10 +406,6 @@ class FolderRun(ConversionRun):
         Args:
             digests: Digests of all streams, by number.
         """
-        # Bytes between tensors have no digest, so that a resumed run would keep whatever an
-        # earlier run left there. In new files they are zero.
-        if not self.folder_store.is_first_session:
-            zero_gaps(self.plan, self.files)
         check_data_files(self.plan, self.files, digests=digests, reader=self.readback)
 
 

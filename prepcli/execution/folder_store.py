@@ -42,6 +42,7 @@ from prepcli.stores.files import (
     fsync_path,
     io_error,
     is_same_file,
+    make_folder,
     open_no_follow,
     read_no_follow,
     remove_path,
@@ -319,7 +320,8 @@ class FolderStore:
         if names and WORK_FOLDER not in names:
             hint = text("{}, or move it away", Option("out", "NAME"))
             raise PrepError(f"{self.folder} exists", "prep did not create it", hint)
-        self.work.mkdir(parents=True, exist_ok=True)
+        # `publish` syncs only the innermost parent of the output: the others are made durable here.
+        make_folder(self.work)
 
     def _is_replaceable(self, identity: Mapping[str, object]) -> bool:
         """Return whether an earlier run is another one without durable bytes.

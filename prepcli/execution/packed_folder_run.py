@@ -22,9 +22,10 @@ import xxhash
 
 from prepcli.algebra.grids import Chunks, FilePosition
 from prepcli.core.errors import PrepError
+from prepcli.engine.background_sync import SYNC_INTERVAL_S
 from prepcli.engine.checksum_recorder import compute_unknown
 from prepcli.engine.files import Files, RunReader, allocate
-from prepcli.engine.pipeline import MOST_UNSYNCED_NBYTES, SYNC_INTERVAL_S, PipelineUnit
+from prepcli.engine.pipeline import MOST_UNSYNCED_NBYTES, PipelineUnit
 from prepcli.execution.data_checks import changed_error, file_holes
 from prepcli.execution.finalize import CompressedChunks, locate_chunks, raw_chunks
 from prepcli.execution.folder_run import FolderRun, allocated_size, check_free_space
@@ -218,8 +219,6 @@ class PackedFolderRun(FolderRun):
 
     def _compress_unit(self, number: int, note: UnitNote) -> UnitNote:
         """Compress the chunks of a complete unit. Return its note with their lengths, and the digest of their bytes."""
-        # The durable part of an earlier run has the checksums of its blocks in its note.
-        self.recorder.sums[note.blocks.astype(np.int64)] = note.sums
         blocks: list[int] = []
         lengths: dict[int, list[int]] = {}
         objects: list[RemoteFile] = []

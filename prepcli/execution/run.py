@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from prepcli.engine.digest import record_digest, record_digest_of_pieces
 from prepcli.engine.pipeline import ConversionResult, PipelineUnit
 from prepcli.execution.data_checks import (
     IntegrityChecker,
+    SourceChangedError,
     SourceState,
     StreamReader,
     find_outdated,
@@ -35,7 +35,15 @@ from prepcli.execution.data_checks import (
     touched_files,
 )
 from prepcli.execution.finalize import check_small_files
-from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER, PUBLISH, Claim, Store, UnitNote
+from prepcli.execution.run_store import (
+    DONE_FOLDER,
+    PART_FOLDER,
+    PUBLISH,
+    Claim,
+    Store,
+    UnitNote,
+    host_identity,
+)
 from prepcli.execution.signals import note_durable_work
 from prepcli.execution.workers import RunOptions, WorkerPool
 from prepcli.planning import coverage
@@ -94,7 +102,7 @@ class ConversionRun(ABC):
         self.integrity = IntegrityChecker(
             self.plan, self.source, allow_overflow=request.options.allow_overflow
         )
-        self.writer = f"{socket.gethostname()}:{os.getpid()}"
+        self.writer = f"{host_identity()}:{os.getpid()}"
         share = self.pool.share
         self.order = order_units(units, count=share.count, index=share.index)
         self._claims: dict[int, Claim] = {}
@@ -135,7 +143,8 @@ class ConversionRun(ABC):
                             with self.claim_publication() as may_publish:
                                 if may_publish:
                                     self.publish()
-                peak_nbytes = max(self.result.peak_nbytes, anonymous_nbytes())
+                peaks = self.result.peak_nbytes, self.readback.peak_nbytes, anonymous_nbytes()
+                peak_nbytes = max(peaks)
             self.remove_leftovers()
         except PrepError as error:
             raise self.error_for_user(error) from error.__cause__
@@ -244,16 +253,8 @@ class ConversionRun(ABC):
         finally:
             self._shows_progress = False
             self.pool.progress.end()
-        own = [number for number, note in self.notes.items() if note.writer == self.writer]
-        digests: dict[int, str] = {}
-        for number in own:
-            digests |= self.notes[number].digests
-        try:
-            # The source may have changed while this process read it.
-            self.check_source(digests, self.source_at_join)
-        except BaseException:
-            self.store.delete(f"{DONE_FOLDER}/{number}" for number in own)
-            raise
+        if not self.store.is_published():
+            self._check_own_units()
 
     def look(self) -> None:
         """Read the notes of other processes."""
@@ -273,8 +274,9 @@ class ConversionRun(ABC):
         """Add a believed note of another process."""
         self.notes[number] = note
         # The parent of a worker reads the notes itself. The progress has the bytes of this process and its workers.
+        host, _, _ = self.writer.rpartition(":")
         pids = [os.getpid(), *self.pool.worker_pids()]
-        is_counted = note.writer in {f"{socket.gethostname()}:{pid}" for pid in pids}
+        is_counted = note.writer in {f"{host}:{pid}" for pid in pids}
         if self._shows_progress and not is_counted and PARENT_VARIABLE not in os.environ:
             self.pool.progress.advance(self.units[number].nbytes)
 
@@ -378,6 +380,23 @@ class ConversionRun(ABC):
 
     # Checks
 
+    def _check_own_units(self) -> None:
+        """Raise PrepError if the source has changed while this process read it. Its notes are then deleted."""
+        own = [number for number, note in self.notes.items() if note.writer == self.writer]
+        digests: dict[int, str] = {}
+        for number in own:
+            digests |= self.notes[number].digests
+        try:
+            self.check_source(digests, self.source_at_join)
+        except PrepError as error:
+            # The source may be deleted as soon as another process has published the output.
+            if self.store.is_published():
+                return
+            # After a signal, or if a file cannot be read, the next run compares the notes.
+            if isinstance(error, SourceChangedError):
+                self.store.delete(f"{DONE_FOLDER}/{number}" for number in own)
+            raise
+
     def find_touched(
         self, baseline: SourceState, now: SourceState, notes: Iterable[UnitNote] = ()
     ) -> list[AnyPath]:
@@ -420,9 +439,14 @@ class ConversionRun(ABC):
                 self.notes = {number: self.notes[number] for number in self.notes.keys() & noted}
             yield is_missing and len(self.notes) == len(self.units)
 
+    def count_durable(self) -> int:
+        """Return the number of durable bytes of the output."""
+        done = self.store.units_with(DONE_FOLDER)
+        return self._durable_nbytes({number for number in done if number < len(self.units)})
+
     def _describe_durable(self) -> str:
         """Describe the durable part of the output, for the message of a stopped run, or empty if there is none."""
-        done_nbytes = self._durable_nbytes(self.store.units_with(DONE_FOLDER))
+        done_nbytes = self.count_durable()
         if not done_nbytes:
             return ""
         total_nbytes = sum(unit.nbytes for unit in self.units)

@@ -25,19 +25,22 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.json_values import JsonObject, load_json
+from prepcli.engine.background_sync import StreamPrefix
 from prepcli.engine.checksum_recorder import ChecksumArray
 from prepcli.engine.digest import CHECKSUM_DTYPE, EMPTY_TENSOR_DIGEST, record_digest
-from prepcli.engine.pipeline import StreamPrefix
 from prepcli.planning.plan import Plan
 from prepcli.stores.byte_ranges import RemoteFile
 
@@ -116,6 +119,20 @@ class Store(Protocol):
         ...
 
 
+def host_identity() -> str:
+    """Return the name of this host, with its start and the namespace of its process numbers if they are known.
+
+    Processes with the same identity see each other's numbers. Two containers may have one name.
+    """
+    name = socket.gethostname()
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")  # e.g. pid:[4026531836]
+    except OSError:
+        return name
+    return f"{name}_{boot_id}_{namespace.strip('pid:[]')}"
+
+
 def other_run_error(
     name: str, earlier_identity: Mapping[str, object], run_identity: Mapping[str, object]
 ) -> PrepError:
@@ -137,10 +154,10 @@ class UnitNote:
 
     Attributes:
         digests: Digests of its durable streams, by number.
-        blocks: Numbers of the checksum blocks recorded while its bytes are written.
+        blocks: Numbers of the checksum blocks recorded while its bytes are written. Empty for a durable part.
         sums: Checksum of each of these blocks.
         session: Session of its writer.
-        writer: Host and number of the process.
+        writer: Identity of the host, and number of the process.
         source: Digest of the state of the source's files when the process joined.
         objects: The written objects, in a bucket.
         lengths: Compressed lengths of the chunks in each object, by file number. Empty without compression.

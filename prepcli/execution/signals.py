@@ -14,11 +14,11 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from prepcli.core.errors import FAILED
+from prepcli.core.errors import FAILED, PrepError
 from prepcli.core.launchers import PARENT_VARIABLE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -57,8 +57,10 @@ def note_durable_work(describe_durable: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, Stopped) as error:
-        if text := describe_durable():
-            error.add_note(text)
+        # The exit code of a signal tells a scheduler to start the command again, also without the note.
+        with suppress(PrepError):
+            if text := describe_durable():
+                error.add_note(text)
         raise
 
 

@@ -38,7 +38,7 @@ from prepcli.execution.training_storage import (
 )
 from prepcli.formats.manifest import RECIPE_FILE, RECREATE_HINT, saved_steps, step_folder
 from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.stores.files import fsync_path, io_error, remove_path
+from prepcli.stores.files import fsync_path, io_error, make_folder, remove_path
 
 LOCK = ".lock"
 NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -136,8 +136,7 @@ class FolderStorage:
 
     def _make_folder(self) -> None:
         folder = self.local_folder
-        self._new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
+        self._new_folders = make_folder(folder)
         fsync_path(folder.parent)
 
     def release(self, *, after_error: bool = False) -> None:

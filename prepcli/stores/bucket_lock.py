@@ -310,18 +310,19 @@ class BucketLock:
         self._version = version
         return now_s - since_s > ORPHANED_S
 
-    def release(self, *, is_over: bool = False) -> None:
+    def release(self, *, is_over: bool = False, is_kept: bool = False) -> None:
         """Remove the lock object, unless another process has taken the lock over.
 
         Args:
-            is_over: Whether the work is complete. The lock of another process with the same plan is then removed too.
+            is_over: Whether no other process with the same plan works. Its lock is then removed too.
+            is_kept: Whether the lock object stays. A process with the same plan renews it soon, if there is one.
         """
         self._released.set()
         with self._mutex:
             is_held = self._version is not None and self._new_owner is None
             self._version = None
         # The lock object of another owner stays.
-        if not is_held:
+        if not is_held or is_kept:
             return
         try:
             owner = lock_owner(self._bucket)

@@ -154,6 +154,15 @@ def fsync_path(path: Path) -> None:
         os.close(fd)
 
 
+def make_folder(path: Path) -> list[Path]:
+    """Make a folder and its parents, durably. Return the new folders, from the innermost one on."""
+    new_folders = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in new_folders:
+        fsync_path(folder.parent)
+    return new_folders
+
+
 class CutShortError(ValueError):
     """A file ends before its content does, e.g. after an interrupted download."""
 

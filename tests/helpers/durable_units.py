@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from prepcli.engine.pipeline import PipelineUnit, SyncPoint, UnitPart
+from prepcli.engine.background_sync import SyncPoint, UnitPart
+from prepcli.engine.pipeline import PipelineUnit
 from prepcli.planning.plan import Stream
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import PrepError
+from prepcli.engine.background_sync import SYNC_INTERVAL_S, BackgroundSync, SyncPoint, UnitPart
 from prepcli.engine.files import Files
-from prepcli.engine.pipeline import SYNC_INTERVAL_S, BackgroundSync, SyncPoint, UnitPart
 from tests.helpers.waiting import MAX_S
 
 

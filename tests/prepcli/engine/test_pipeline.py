@@ -287,6 +287,28 @@ def test_pipeline_fills_padding_rows_by_fill_kind(tmp_path, kind: str, limit: in
         assert 0.1 < out[131:].std() < 1.0
 
 
+def test_other_values_of_a_durable_stream_are_an_error(tmp_path):
+    """It is read again for the mean of its rows, which the new rows then have."""
+    (tmp_path / "source").write_bytes(bytes(16 * 4))
+    whole = (flat("float32", (6, 4)),)
+    true_rows = Stream("t", "float32", (6, 4), (0, 4), whole, whole)
+    padding = Stream("t", "float32", (6, 4), (4, 6), (), whole, (Fill("mean"),))
+    durable = {0: xxhash.xxh3_128_hexdigest(b"\1" * 64)}
+    with (
+        Files([tmp_path / "source"]) as reader,
+        Files([tmp_path / "out"], [6 * 16]) as sink,
+        pytest.raises(PrepError, match="t was read with other values than by an earlier run"),
+    ):
+        Pipeline(
+            (true_rows, padding),
+            reader,
+            sink=sink,
+            budget=make_budget(64),
+            progress=NullProgress(),
+            units=[PipelineUnit(0, range(2), durable)],
+        ).run()
+
+
 def test_empty_tensors_have_digests(tmp_path):
     (tmp_path / "source").write_bytes(bytes(20))
     streams = tuple(

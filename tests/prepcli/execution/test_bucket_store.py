@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +25,7 @@ from prepcli.formats.manifest import encode_manifest
 from prepcli.stores.addresses import parse_url
 from prepcli.stores.object_store import Bucket
 from tests.helpers.object_server import FakeObjectStore, use_objects
+from tests.helpers.waiting import MAX_S, wait_until
 
 IDENTITY: dict[str, object] = {"request": "prep save-init m", "source": "s", "prep": "1"}
 
@@ -40,6 +44,15 @@ def join_run(plan: str = "a", *, restart: bool = False) -> BucketStore:
         run.leave()
         raise
     return run
+
+
+def start_join(run: BucketStore, *, may_begin: bool = True) -> threading.Thread:
+    """Join a run in a thread."""
+    identity = {**IDENTITY, "plan": "a"}
+    join = partial(run.join, identity, {"files": []}, restart=False, may_begin=may_begin)
+    thread = threading.Thread(target=join, daemon=True)
+    thread.start()
+    return thread
 
 
 def test_state_is_deleted_as_a_whole(store: FakeObjectStore):
@@ -107,6 +120,74 @@ def test_a_lock_lasts_as_long_as_one_of_its_processes(store: FakeObjectStore):
     assert "bucket/out/.prep-lock" not in store.objects
 
 
+def test_the_next_process_begins_after_a_failure_of_the_first(store: FakeObjectStore):
+    other_host_claims(store, "begin")
+    run = BucketStore(Bucket(parse_url("gs://bucket/out")), "a", lambda text: None)
+    thread = start_join(run)
+    wait_until(lambda: "HEAD bucket/out/.prep/alive/aa_1_elsewhere" in store.requests)
+    # The process fails, and takes its claim back.
+    del store.objects["bucket/out/.prep/claims/begin"]
+    del store.objects["bucket/out/.prep/alive/aa_1_elsewhere"]
+    started_s = time.monotonic()
+    thread.join(MAX_S)
+    assert run.session
+    assert time.monotonic() - started_s < bucket_store.STALE_S / 2
+    run.leave()
+
+
+def test_a_process_says_that_it_waits_for_the_first(
+    store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    """Without conditional writes only process 0 begins a run."""
+    monkeypatch.setattr(bucket_store, "SILENT_S", 0.0)
+    store.has_conditions = False
+    notes: list[str] = []
+    second = BucketStore(Bucket(parse_url("gs://bucket/out")), "a", notes.append)
+    thread = start_join(second, may_begin=False)
+    wait_until(lambda: any("waiting for process 0" in note for note in notes))
+    first = join_run()
+    thread.join(MAX_S)
+    assert second.session == first.session
+
+
+def test_nothing_is_renewed_after_a_process_has_left(
+    store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bucket_store, "RENEW_S", 0.01)
+    write, begun, ended = Bucket.write_pieces, threading.Event(), threading.Event()
+    main_thread = threading.current_thread()
+
+    def write_slowly(bucket: Bucket, path: str, pieces: list[bytes], *, size: int) -> None:
+        is_renewal = threading.current_thread() is not main_thread
+        if is_renewal:
+            ended.clear()
+            begun.set()
+            time.sleep(0.5)
+        write(bucket, path, pieces, size=size)
+        if is_renewal:
+            ended.set()
+
+    monkeypatch.setattr(Bucket, "write_pieces", write_slowly)
+    run = join_run()
+    begun.clear()
+    assert begun.wait(MAX_S)
+    run.leave()
+    assert ended.wait(MAX_S)
+    time.sleep(0.1)
+    assert not [key for key in store.objects if "/alive/" in key]
+
+
+def test_a_lock_stays_when_its_owner_leaves_before_the_others(store: FakeObjectStore):
+    first, second = join_run(), join_run()
+    first.leave()
+    with pytest.raises(PrepError, match="gs://bucket/out is locked"):
+        join_run("b", restart=True)
+    second.check_same_run()
+    second.leave()
+    assert not [key for key in store.objects if "lock" in key]
+    join_run("b", restart=True)
+
+
 # Claims
 
 
@@ -122,8 +203,8 @@ def test_a_claim_ends_with_its_process(store: FakeObjectStore):
     assert second.claim("0") is not None
 
 
-def other_host_claims(store: FakeObjectStore) -> None:
-    store.store("bucket/out/.prep/claims/0", b'{"process": "aa_1_elsewhere"}')
+def other_host_claims(store: FakeObjectStore, name: str = "0") -> None:
+    store.store(f"bucket/out/.prep/claims/{name}", b'{"process": "aa_1_elsewhere"}')
     store.store("bucket/out/.prep/alive/aa_1_elsewhere", b"1")
 
 
@@ -154,6 +235,23 @@ def test_a_claim_of_a_killed_process_is_taken_over(store: FakeObjectStore):
     store.store("bucket/out/.prep/claims/0", json.dumps({"process": process}).encode())
     store.store(f"bucket/out/.prep/alive/{process}", b"1")
     assert run.claim("0") is not None
+
+
+@pytest.mark.parametrize("changed", ["readlink", "boot_id"])
+def test_a_claim_of_another_container_with_the_same_name_is_kept(
+    store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch, changed: str
+):
+    """It does not see the processes of this one."""
+    run = join_run()
+    with monkeypatch.context() as container:
+        container.setattr(os, "getpid", lambda: 4999999)
+        if changed == "readlink":
+            container.setattr(os, "readlink", lambda path: "pid:[4026530000]")
+        else:
+            container.setattr(Path, "read_text", lambda path: "other boot")
+        other = join_run()
+    assert other.claim("0") is not None
+    assert run.claim("0") is None
 
 
 def manifest_of(plan: str, files: Mapping[str, bytes] | None = None) -> bytes:

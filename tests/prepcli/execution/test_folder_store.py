@@ -368,6 +368,19 @@ def test_publish_syncs_all_files_before_the_rename(out: Path, monkeypatch):
     assert synced[named + 1 :] == ["."]
 
 
+def test_new_parents_of_an_output_are_synced(tmp_path: Path, monkeypatch):
+    synced: set[str] = set()
+    real_sync = os.fsync
+
+    def fsync(fd: int) -> None:
+        synced.add(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path))
+        real_sync(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    start_run(tmp_path / "new/sub/out").publish()
+    assert {".", "new", "new/sub"} <= synced
+
+
 def test_publish_can_be_repeated_after_an_error(out: Path, monkeypatch):
     store = start_run(out)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prepcli.engine.pipeline import StreamPrefix
+from prepcli.engine.background_sync import StreamPrefix
 from prepcli.execution.run_store import UnitNote, decode_record, encode_record
 from prepcli.stores.byte_ranges import RemoteFile
 

@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.core.errors import PrepError
 from prepcli.execution.checkpoint_manager import BackgroundSave
 from prepcli.execution.signals import (
     STOP_SIGNALS,
     Stopped,
     answer_signals,
     block_signals,
+    note_durable_work,
+    notes_of,
     raise_on_signal,
     remember_signal,
 )
@@ -84,6 +87,15 @@ def test_signal_raises_a_base_exception(number: signal.Signals) -> None:
         convert()
     assert caught == []
     assert stopped.value.signal_name == number.name
+
+
+def test_note_that_fails_does_not_hide_the_signal() -> None:
+    def describe() -> str:
+        raise PrepError("the store does not answer")
+
+    with pytest.raises(Stopped) as stopped, note_durable_work(describe):
+        raise Stopped("SIGTERM")
+    assert notes_of(stopped.value) == []
 
 
 def test_signal_handlers_are_restored() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,8 +18,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from prepcli.commands.cli.main import main
 from prepcli.commands.operations import conversion
+from prepcli.core.errors import PrepError
 from prepcli.execution.bucket_run import BucketRun
+from prepcli.execution.run_store import UnitNote
 from prepcli.planning.object_files import plan_object_files
 from prepcli.planning.plan import Plan
 from prepcli.stores import object_store
@@ -27,7 +31,7 @@ from prepcli.stores.bucket_lock import BucketLock, LockOwner
 from prepcli.stores.byte_ranges import LOCK_FILE
 from prepcli.stores.object_store import Bucket
 from prepcli.targets.planner import Draft, Placed, make_plan
-from tests.helpers.faults import change_and_restore_time, replace_by_copy
+from tests.helpers.faults import change_and_restore_time, make_other_values, replace_by_copy
 from tests.helpers.fork_server import ForkedProcess, start_prep
 from tests.helpers.object_server import FakeObjectStore
 from tests.helpers.slow_cases import slow_except
@@ -160,6 +164,25 @@ def test_killed_processes_resume_from_the_store(site: StoreSite, home: Path, nam
     assert written == expected
 
 
+def test_stop_without_the_store_has_its_exit_code(
+    site: StoreSite, home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    note_sent = BucketRun._note_sent  # pyright: ignore[reportPrivateUsage]
+    signals = iter([signal.SIGTERM])
+
+    def lose_store(run: BucketRun, number: int, note: UnitNote) -> None:
+        note_sent(run, number, note)
+        # Reads and listings fail.
+        site.store.failing_requests = "GET bucket"
+        for number in signals:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(BucketRun, "_note_sent", lose_store)
+    site.capsys.readouterr()
+    assert main([*words("save-init", home), "--out", "gs://bucket/out", "--progress", "none"]) == 75
+    assert "are kept in gs://bucket/out" in site.capsys.readouterr().err
+
+
 def leave_lock(store: FakeObjectStore) -> None:
     """Store the lock of a process that was killed after it had published the output."""
     plan = json.loads(store.objects["bucket/out/prep-manifest.json"])["plan"]
@@ -220,6 +243,44 @@ def test_resume_compares_the_source_with_the_earlier_run(
     assert "changed while it was read" in report["error"]["what"]
     assert "bucket/out/prep-manifest.json" not in site.store.objects
     assert site.run_prep(*arguments, "--pad-vocab", "8", "--restart")["ok"]
+    assert site.run_prep("verify", "gs://bucket/out", "./m")["ok"]
+
+
+def test_source_that_was_swapped_for_a_time_is_compared(
+    site: StoreSite, monkeypatch: pytest.MonkeyPatch
+):
+    """The notes of the second run are of other values, with the sizes, times and headers of the first source."""
+    make_checkpoint(Path("m"), vocab_size=4001, hidden_size=256, num_heads=4)
+    make_other_values(Path("m"), Path("other"))
+    arguments = ("save-init", "./m", *MESH, "--out", "gs://bucket/out")
+    note_sent = BucketRun._note_sent  # pyright: ignore[reportPrivateUsage]
+
+    def stop_after(count: int) -> None:
+        notes = iter(range(count))
+
+        def note_some(run: BucketRun, number: int, note: UnitNote) -> None:
+            if next(notes, None) is None:
+                raise PrepError("stopped")
+            note_sent(run, number, note)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(BucketRun, "_note_sent", note_some)
+            assert site.run_prep(*arguments)["error"]["what"] == "stopped"
+        # The kill came before other objects were sent.
+        noted = b"".join(site.store.objects_below("bucket/out/.prep/done/").values())
+        for path in site.store.objects_below("bucket/out/d/"):
+            if path.encode() not in noted:
+                del site.store.objects[f"bucket/out/d/{path}"]
+
+    stop_after(2)
+    Path("m").rename("first")
+    Path("other").rename("m")
+    stop_after(2)
+    Path("m").rename("other")
+    Path("first").rename("m")
+    report = site.run_prep(*arguments)
+    assert "changed while it was read" in report["error"]["what"]
+    assert site.run_prep(*arguments, "--restart")["ok"]
     assert site.run_prep("verify", "gs://bucket/out", "./m")["ok"]
 
 

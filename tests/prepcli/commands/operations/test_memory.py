@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
+import prepcli as prep
 from prepcli.algebra.axis_map import bind_row
 from prepcli.formats.safetensors import lay_out_files
 from prepcli.models.parameters import parameter_rows
 from prepcli.models.registry import FAMILIES
 from tests.helpers.adapters import make_adapter
 from tests.helpers.fork_server import run_python
+from tests.helpers.object_server import use_objects
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import GPT_NEO
+from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 
 MIB = 1 << 20
 SLACK_NBYTES = 8 * MIB  # stacks of up to eight threads, which the limit counts whole
@@ -34,6 +36,18 @@ from prepcli.commands.cli.main import main
 code = main(sys.argv[2:])
 print([line for line in open("/proc/self/status") if line.startswith("VmData")][0], file=sys.stderr)
 sys.exit(code)
+"""
+
+
+# The source is touched at each sync, so that it is compared before the publication.
+TOUCHING_SCRIPT = """
+import os
+from prepcli.engine.files import Files
+sync = Files.sync
+def touch_and_sync(files):
+    os.chmod("m/model.safetensors", 0o644)
+    sync(files)
+Files.sync = touch_and_sync
 """
 
 
@@ -80,9 +94,12 @@ class MemoryLimits:
             name: self.measure_inspect_nbytes(name) for name in ("./m", "init", "packed")
         }
 
-    def run_limited(self, limit: int, *words: str) -> str:
+    def run_limited(self, limit: int, *words: str, prelude: str = "") -> str:
         """Run a command with a limit in bytes on its data (0: none), and return stderr."""
-        run = run_python(LIMITED_SCRIPT, str(limit), *words, "-q", cwd=self.folder)
+        script = prelude + LIMITED_SCRIPT
+        # Only the notes of a run with a prelude are looked at.
+        quiet = ["--progress", "none"] if prelude else ["-q"]
+        run = run_python(script, str(limit), *words, *quiet, cwd=self.folder)
         assert run.returncode == 0, run.stderr
         return run.stderr
 
@@ -92,12 +109,13 @@ class MemoryLimits:
         assert match
         return int(match[1]) * 1024
 
-    def check_within_budget(self, *words: str) -> None:
-        """Check that a command needs at most the budget more than `prep inspect` of its source."""
+    def check_within_budget(self, *words: str, prelude: str = "") -> str:
+        """Check that a command needs at most the budget more than `prep inspect` of its source. Return stderr."""
         base = max(nbytes for name, nbytes in self.inspect_nbytes.items() if name in words)
         memory = () if words[0] == "inspect" else ("--memory", f"{self.budget}MiB")
         try:
-            self.run_limited(base + self.budget * MIB + SLACK_NBYTES, *words, *memory)
+            limit = base + self.budget * MIB + SLACK_NBYTES
+            return self.run_limited(limit, *words, *memory, prelude=prelude)
         finally:
             shutil.rmtree(self.folder / "out", ignore_errors=True)
 
@@ -134,6 +152,29 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> MemoryLimits:
 @pytest.mark.parametrize("words", slow_except(COMMANDS, FAST_COMMANDS), ids=" ".join)
 def test_command_fits_in_minimum_budget(small: MemoryLimits, words: list[str]):
     small.check_within_budget(*words)
+
+
+def test_comparison_with_the_source_fits_in_the_budget(small: MemoryLimits):
+    words = ["save-init", "./m", "--mesh", "1,2,4", "--out", "out"]
+    notes = small.check_within_budget(*words, prelude=TOUCHING_SCRIPT)
+    assert "may have changed while it was read: comparing" in notes
+
+
+def test_copied_files_are_sent_to_a_bucket_in_pieces(
+    small: MemoryLimits, monkeypatch: pytest.MonkeyPatch
+):
+    make_checkpoint(small.folder / "copied")
+    for number in range(3):
+        with (small.folder / f"copied/large-{number}.dat").open("wb") as file:
+            file.truncate(100 * MIB)
+    words = ("save-init", "./copied", "--copy", "large-*", "--out", "gs://bucket/out")
+    # The client of the store has threads of its own.
+    limit = small.inspect_nbytes["./m"] + small.budget * MIB + 128 * MIB
+    with use_objects(monkeypatch) as store:
+        small.run_limited(limit, *words, "--memory", f"{small.budget}MiB")
+        sent = [content for path, content in store.objects.items() if path.endswith(".dat")]
+        assert sent == [bytes(100 * MIB)] * 3
+        assert prep.verify("gs://bucket/out")
 
 
 @pytest.fixture(scope="module", params=[128, 512], ids=lambda budget: f"{budget}MiB")

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.commands.cli.main import main
 from prepcli.execution.folder_run import FolderRun
+from prepcli.execution.run import ConversionRun
 from tests.helpers.fork_server import PREP, ForkedProcess, run_prep, start_prep, start_python
 from tests.helpers.killing import (
     COMMANDS,
@@ -152,6 +154,30 @@ def test_late_process_keeps_the_published_output(setup: KillSetup):
     assert not (setup.folder / "out.partial").exists()
     _, alone = run(setup, "export", "out", "--overwrite")
     assert "already done" not in alone
+    shutil.rmtree(setup.folder / "out")
+
+
+def test_source_may_be_deleted_after_the_first_success(
+    setup: KillSetup, monkeypatch: pytest.MonkeyPatch
+):
+    expected = setup.expected_files("export")
+    shutil.copytree(setup.folder / "init", setup.folder / "deleted")
+    monkeypatch.chdir(setup.folder)
+    check = ConversionRun._check_own_units  # pyright: ignore[reportPrivateUsage]
+    words = ["export", "./deleted", "--out", "out", "--progress", "none", "--processes"]
+
+    def publish_and_delete(run: ConversionRun) -> None:
+        monkeypatch.setattr(ConversionRun, "_check_own_units", check)
+        first = run_prep(*words, "2/0", cwd=setup.folder)
+        assert first.returncode == 0, first.stderr
+        shutil.rmtree(setup.folder / "deleted")
+        check(run)
+
+    monkeypatch.setattr(ConversionRun, "_check_own_units", publish_and_delete)
+    assert main([*words, "2/1"]) == 0
+    files = read_files(setup.folder / "out")
+    files.pop("prep-manifest.json")
+    assert files.items() <= expected.items()
     shutil.rmtree(setup.folder / "out")
 
 

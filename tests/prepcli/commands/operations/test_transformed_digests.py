@@ -10,7 +10,12 @@ import pytest
 
 import prepcli as prep
 from prepcli.core.errors import DamagedError
+from prepcli.engine.pipeline import PipelineUnit
+from prepcli.execution.bucket_run import BucketRun
+from prepcli.planning import object_files
 from prepcli.restore import digest_checks
+from prepcli.stores.byte_ranges import RemoteFile
+from prepcli.stores.object_store import Bucket
 from tests.helpers.foreign_names import STACKED_MAP
 from tests.helpers.fork_server import start_prep
 from tests.helpers.object_server import use_objects
@@ -139,6 +144,32 @@ def test_refused_source_does_not_block_its_repair(
         run_ok("verify", out, "whole")
         assert not [key for key in store.objects if "/.prep" in key]
     assert not Path("out.partial").exists()
+
+
+def test_checked_units_are_claimed_one_by_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(object_files, "OBJECT_NBYTES", 1 << 10)
+    export_dense()
+    list_files, prepare = Bucket.list_files, BucketRun.prepare_unit
+    listed: list[str] = []
+    claimed: list[int] = []
+
+    def list_and_count(bucket: Bucket) -> tuple[RemoteFile, ...]:
+        listed.append(bucket.name)
+        return list_files(bucket)
+
+    def prepare_and_count(run: BucketRun, number: int) -> PipelineUnit:
+        claims = set(store.objects_below("bucket/out/.prep/claims/"))
+        claimed.append(len(claims - set(store.objects_below("bucket/out/.prep/done/"))))
+        return prepare(run, number)
+
+    monkeypatch.setattr(Bucket, "list_files", list_and_count)
+    monkeypatch.setattr(BucketRun, "prepare_unit", prepare_and_count)
+    with use_objects(monkeypatch) as store:
+        out = "gs://bucket/out"
+        run_ok("save-init", "made", "--map", str(MAP), "--out", out, "--processes", "2/0")
+    assert len(claimed) > 8
+    assert max(claimed) == 1
+    assert listed.count(out) < 8
 
 
 def test_refused_source_keeps_the_replaced_bucket_output(
