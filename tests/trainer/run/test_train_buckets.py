@@ -167,7 +167,7 @@ def test_commands_read_a_run_in_a_bucket(
     (remote, local), page = report["runs"], Path("report.html").read_text()
     assert (report["output"], remote.pop("run"), local.pop("run")) == ("report.html", URL, "local")
     assert (remote["step"], remote["steps"], remote["loss"]) == (4, 4, local["loss"])
-    assert ">tiny</td><td>3</td>" in page
+    assert '>tiny</td><td class="n">3</td>' in page
     assert ">9</td>" not in page
     assert main(["report", f"{URL}-none", "-q"]) == FAILED
     assert f"{URL}-none does not exist" in capsys.readouterr().err
