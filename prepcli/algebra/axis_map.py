@@ -285,7 +285,7 @@ class AxisMap:
         text: The axis map as written, for errors.
         leaf_dims: Axes of each dim of the leaf, outermost first, with padding in their sizes.
         name_parts: Pieces of the tensor's name and the indices between them.
-        source_dims: Dims of the tensor, without padding.
+        source_dims: Dims of the tensor. Those of an output have its padding: the sizes of its axes have it.
     """
 
     text: str

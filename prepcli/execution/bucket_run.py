@@ -29,7 +29,6 @@ from prepcli.execution.bucket_store import (
 )
 from prepcli.execution.data_checks import parse_source_state
 from prepcli.execution.finalize import (
-    WORK_FOLDER,
     CompressedChunks,
     encode_metadata,
     locate_chunks,
@@ -42,6 +41,7 @@ from prepcli.execution.run import ConversionRun, ExecutionRequest
 from prepcli.execution.run_store import (
     DONE_FOLDER,
     RUN_FILE,
+    WORK_FOLDER,
     UnitNote,
     all_checksums,
     all_digests,
@@ -159,7 +159,7 @@ class BucketRun(ConversionRun):
         )
         return True
 
-    def check_room(self) -> None:
+    def check_target(self) -> None:
         """Check that no other plan is being written there."""
         check_lock(self.bucket, self.request.plan_digest)
 

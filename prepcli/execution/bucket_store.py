@@ -4,13 +4,13 @@ In addition to the state in `run_store`:
 
     source.json     is written after the objects of an earlier output are deleted, and names the session
     claims/N        the process that works on unit N
-    alive/PROCESS   rewritten by a running process every RENEW_S seconds
+    alive/PROCESS   rewritten by a running process every ALIVE_RENEW_S seconds
 
 A session begins when the objects of an earlier output or run are deleted. Notes name versions of objects, compared
 before the publication. A note is therefore believed in the whole session.
 
 Object stores have conditional writes instead of locks. A claim is created by one of several processes. It ends when its
-process has ended: it has deleted its object below `alive`, has not rewritten it for STALE_S seconds, or is a process of
+process has ended: it has deleted its object below `alive`, has not rewritten it for ALIVE_STALE_S seconds, or is a process of
 this host that no longer exists.
 """
 
@@ -29,12 +29,12 @@ from pathlib import Path
 from prepcli.core.errors import RERUN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_values import JsonObject, load_json
 from prepcli.engine.digest import record_digest
-from prepcli.execution.finalize import WORK_FOLDER
 from prepcli.execution.run_store import (
     CLAIMS_FOLDER,
     DONE_FOLDER,
     RUN_FILE,
     SOURCE_FILE,
+    WORK_FOLDER,
     Claim,
     decode_record,
     encode_record,
@@ -59,8 +59,8 @@ ALIVE_FOLDER = "alive"
 BEGIN = "begin"  # the claim of the process that begins the run
 MAX_RECORD_NBYTES = 1 << 20
 MAX_NOTE_NBYTES = 64 << 20
-RENEW_S = 20.0
-STALE_S = 60.0
+ALIVE_RENEW_S = 20.0
+ALIVE_STALE_S = 60.0
 LEAVE_S = 20.0  # for a request in flight while a process leaves
 LOOK_S = 0.5
 # Seconds until a process says that it waits for another one to begin the run
@@ -245,7 +245,7 @@ class BucketStore:
         return any(self._is_recent(process) for process in self._seen)
 
     def _renew_until_left(self) -> None:
-        while not self._left.wait(RENEW_S):
+        while not self._left.wait(ALIVE_RENEW_S):
             # Without an answer of the store, the next renewal tries again.
             with contextlib.suppress(PrepError):
                 self._write_alive()
@@ -364,7 +364,7 @@ class BucketStore:
         is_here = host == host_identity() and pid.isdecimal() and Path("/proc/self").exists()
         if process not in self._seen or (is_here and not Path(f"/proc/{pid}").exists()):
             return False
-        return time.monotonic() - self._seen[process][1] < STALE_S
+        return time.monotonic() - self._seen[process][1] < ALIVE_STALE_S
 
     # Publication
 

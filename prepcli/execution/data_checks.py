@@ -42,7 +42,7 @@ from prepcli.planning.arrays import location_copies
 from prepcli.planning.coverage import stream_write_spans
 from prepcli.planning.plan import EqualityCheck, Plan, SourceFile, Stream
 from prepcli.planning.tensors import is_decoded_tensor, itemsize, split_name
-from prepcli.restore.digest_checks import RecordedDigests, checkpoint_of
+from prepcli.restore.digest_checks import CHECK_TASK, RecordedDigests, checkpoint_of
 from prepcli.sources.source import Source
 from prepcli.sources.tensor_match import not_equal_error
 from prepcli.stores.files import io_error, open_no_follow
@@ -254,8 +254,6 @@ class IntegrityChecker:
         return self._plan.display_names.get(name, name)
 
 
-# Name of this task in progress reports.
-CHECK_TASK = "check"
 # On each side of a hole: file systems truncate in the middle of a block.
 HOLE_MARGIN_NBYTES = 1 << 17
 

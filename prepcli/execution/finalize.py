@@ -67,7 +67,6 @@ LARGE_FILE_NBYTES = 1 << 20
 PIECE_NBYTES = 8 << 20
 # [chunks, 3]: file, offset, bytes. An object per chunk would need too much memory.
 _ChunkTable = npt.NDArray[np.int64]
-WORK_FOLDER = ".prep"  # state of the run, in an output that is not complete
 
 
 def finalize_folder(

@@ -151,7 +151,7 @@ class FolderRun(ConversionRun):
         """Return the manifest of the published output. See `ConversionRun.read_manifest`."""
         return self._manifest or read_manifest(self.out) or NO_MANIFEST
 
-    def check_room(self) -> None:
+    def check_target(self) -> None:
         """Raise PrepError if the disk has no room for the remaining bytes."""
         folder = self.folder_store.folder
         check_free_space(folder, missing_nbytes(self.plan, folder))

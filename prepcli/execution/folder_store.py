@@ -22,7 +22,6 @@ from pathlib import Path
 
 from prepcli.core.errors import RERUN_HINT, Option, OutputExistsError, PrepError, text, usage_error
 from prepcli.core.json_values import JsonObject, load_json
-from prepcli.execution.finalize import WORK_FOLDER
 from prepcli.execution.run_store import (
     CHECKSUM_KEY,
     CLAIMS_FOLDER,
@@ -30,6 +29,7 @@ from prepcli.execution.run_store import (
     PART_FOLDER,
     RUN_FILE,
     SOURCE_FILE,
+    WORK_FOLDER,
     Claim,
     decode_record,
     encode_record,

@@ -81,8 +81,8 @@ class PackedFolderRun(FolderRun):
         self._sync_error: PrepError | None = None
         self._stop_s = 0.0
 
-    def check_room(self) -> None:
-        """Raise PrepError if the disk has no room for the remaining units. See `ConversionRun.check_room`."""
+    def check_target(self) -> None:
+        """Raise PrepError if the disk has no room for the remaining units. See `ConversionRun.check_target`."""
         # The compressed size is unknown. Each process has raw units on disk, too: of one point that is compressed, of
         # the next one, and one in progress.
         noted = self.store.units_with(DONE_FOLDER)

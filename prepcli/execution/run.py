@@ -68,7 +68,7 @@ class ConversionRun(ABC):
         store: The state of the run.
         units: All units of the plan.
         budget: How the memory is divided among buffers.
-        identity: Identity of the run, in `run.json` and mostly in the manifest.
+        identity: Identity of the run, in the manifest. `run.json` has it with the number of units.
         session: Session of this process. A note of another one is checked before it is believed.
         notes: The believed notes, by unit.
         earlier_notes: The notes of other sessions, by unit.
@@ -159,7 +159,7 @@ class ConversionRun(ABC):
         self.source_at_join = read_source_state(self.plan.source_files, self.source)
         self.source_digest = record_digest(repr(self.source_at_join).encode())
         check_small_files(self.plan)
-        self.check_room()
+        self.check_target()
         coverage.check(self.plan, self.budget.slab_nbytes)
         streams = self.plan.streams
         if not any(tensor.digests or tensor.made_from for tensor in self.source.all_tensors):
@@ -186,7 +186,7 @@ class ConversionRun(ABC):
         """
 
     @abstractmethod
-    def check_room(self) -> None:
+    def check_target(self) -> None:
         """Raise PrepError if the output cannot be stored."""
 
     @abstractmethod

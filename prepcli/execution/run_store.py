@@ -18,7 +18,10 @@ the run below `.prep/`:
 3. The output gets its name in one step, once all units have notes and all other files are durable.
 
 A note is a JSON object with a checksum of itself. A torn or damaged note counts as none: its unit is written again.
-A session is a time in which processes run together. A note is believed in the session in which it was written.
+A note is believed in the session in which it was written. In a folder, a session is a time in which processes run
+together: it ends when the last of them has ended, so the next run reads the bytes of earlier notes back. In a bucket, a
+session begins when the objects of an earlier output are deleted, and outlives its processes: notes name versions of
+objects, which are compared before the publication.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from prepcli.engine.digest import CHECKSUM_DTYPE, EMPTY_TENSOR_DIGEST, record_di
 from prepcli.planning.plan import Plan
 from prepcli.stores.byte_ranges import RemoteFile
 
+WORK_FOLDER = ".prep"  # the state of a run, in an output that is not complete
 RUN_FILE = "run.json"
 SOURCE_FILE = "source.json"
 DONE_FOLDER = "done"

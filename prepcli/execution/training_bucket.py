@@ -29,7 +29,8 @@ from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.execution.bucket_store import NUM_THREADS
-from prepcli.execution.finalize import WORK_FOLDER, encode_metadata, write_last_files
+from prepcli.execution.finalize import encode_metadata, write_last_files
+from prepcli.execution.run_store import WORK_FOLDER
 from prepcli.execution.training_storage import (
     NOTE_STEM,
     StepSave,

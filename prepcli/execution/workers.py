@@ -27,9 +27,9 @@ from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import Progress
 from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES, anonymous_nbytes
 from prepcli.engine.pipeline import ConversionResult
-from prepcli.execution.data_checks import CHECK_TASK
 from prepcli.execution.signals import Stopped, block_signals
 from prepcli.planning.work_units import Share
+from prepcli.restore.digest_checks import CHECK_TASK
 
 # Above the memory of a Python process that has only imported prep.
 MAX_BASELINE_NBYTES = 64 * MIB

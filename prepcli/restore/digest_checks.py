@@ -34,6 +34,8 @@ from prepcli.sources.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.stores.buffers import Blob
 from prepcli.stores.paths import AnyPath, path_in_folder
 
+# Name of the comparison with recorded digests in progress reports.
+CHECK_TASK = "check"
 # Default memory budget of `check_tensors`.
 CHECK_MEMORY_NBYTES = 256 << 20
 # Memory budget of `sample_digest`.
@@ -96,7 +98,7 @@ def check_tensors(
         if computed_digest != recorded_digest:
             raise damaged_error(source, tensor, hint)
 
-    _digest_streams(source, streams, memory_nbytes, progress, "check", on_digest=compare)
+    _digest_streams(source, streams, memory_nbytes, progress, CHECK_TASK, on_digest=compare)
 
 
 class RecordedDigests:

@@ -16,6 +16,9 @@ To add a command:
         from prepcli.commands.rendering.checkpoints import lock_report
         return lock_report(run(checkpoint, progress=ui, **options))
 
+A command that writes a checkpoint has the decorator `conversion` (cli/conversion.py) instead, and no body: it calls the
+function of its name in `prepcli`.
+
 These functions catch no exceptions: `cli.main` turns each exception and signal into a message and an exit code. Slow
 imports (numpy, jax, huggingface_hub, rich …) are not allowed at the top of these files or of the modules they import.
 """

@@ -131,7 +131,7 @@ def test_the_next_process_begins_after_a_failure_of_the_first(store: FakeObjectS
     started_s = time.monotonic()
     thread.join(MAX_S)
     assert run.session
-    assert time.monotonic() - started_s < bucket_store.STALE_S / 2
+    assert time.monotonic() - started_s < bucket_store.ALIVE_STALE_S / 2
     run.leave()
 
 
@@ -153,7 +153,7 @@ def test_a_process_says_that_it_waits_for_the_first(
 def test_nothing_is_renewed_after_a_process_has_left(
     store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(bucket_store, "RENEW_S", 0.01)
+    monkeypatch.setattr(bucket_store, "ALIVE_RENEW_S", 0.01)
     write, begun, ended = Bucket.write_pieces, threading.Event(), threading.Event()
     main_thread = threading.current_thread()
 
@@ -214,7 +214,7 @@ def test_a_claim_ends_when_it_is_not_renewed(
     run = join_run()
     other_host_claims(store)
     assert run.claim("0") is None
-    monkeypatch.setattr(bucket_store, "STALE_S", 0.2)
+    monkeypatch.setattr(bucket_store, "ALIVE_STALE_S", 0.2)
     store.store("bucket/out/.prep/alive/aa_1_elsewhere", b"2")
     run.list_state()
     assert run.claim("0") is None

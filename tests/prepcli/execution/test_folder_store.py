@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from prepcli.core.errors import USAGE, PrepError
-from prepcli.execution.finalize import WORK_FOLDER
 from prepcli.execution.folder_store import (
     JOIN_LOCK_FILE,
     LOCK_FILE,
@@ -18,7 +17,7 @@ from prepcli.execution.folder_store import (
     FolderStore,
     remove_work_folder,
 )
-from prepcli.execution.run_store import RUN_FILE, SOURCE_FILE
+from prepcli.execution.run_store import RUN_FILE, SOURCE_FILE, WORK_FOLDER
 
 RUN: dict[str, object] = {"request": "prep x", "source": "a", "plan": "b", "prep": "1"}
 

@@ -63,7 +63,7 @@ class FileRun(ConversionRun):
         """Return whether the output exists."""
         return (self.out / "whole").exists()
 
-    def check_room(self) -> None:
+    def check_target(self) -> None:
         """Accept any disk."""
 
     def join(self, identity: Mapping[str, object], source: JsonObject) -> bool:
