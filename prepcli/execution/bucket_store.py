@@ -10,8 +10,8 @@ A session begins when the objects of an earlier output or run are deleted. Notes
 before the publication. A note is therefore believed in the whole session.
 
 Object stores have conditional writes instead of locks. A claim is created by one of several processes. It ends when its
-process has ended: it has deleted its object below `alive`, has not rewritten it for ALIVE_STALE_S seconds, or is a process of
-this host that no longer exists.
+process has ended: it has deleted its object below `alive`, has not rewritten it for ALIVE_STALE_S seconds, or is a
+process of this host that no longer exists.
 """
 
 from __future__ import annotations
