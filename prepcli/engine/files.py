@@ -440,7 +440,7 @@ class Files(ClosedAfterBlock):
         self._transfer_by_pages(os.preadv, file, into, offset)
 
     def write_bytes(self, file: int, data: bytes, *, offset: int = 0) -> None:
-        """Write other bytes than those of tensors, such as a header."""
+        """Write bytes outside of tensors, such as a header."""
         self._transfer_all(
             os.pwritev, file, False, np.frombuffer(data, np.uint8), offset, len(data)
         )

@@ -184,7 +184,7 @@ class Pipeline:
         """Prepare to move streams.
 
         Args:
-            streams: The streams, in order, with those of all units.
+            streams: The streams of all units, in order.
             source: Reader of the source files.
             sink: Writes the bytes, or None to digest the streams only.
             budget: Memory budget.

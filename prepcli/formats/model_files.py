@@ -64,7 +64,7 @@ class FileHeader:
         mtime_ns: Time of its last change.
         digest: XXH3-128 of its metadata. For safetensors and msgpack, these are all bytes outside of tensors.
         tensors: Tensors, in the order of their bytes.
-        others: Other values. Their texts describe them.
+        others: Values other than tensors. Their texts describe them.
         remark: Which part of the file is read. Empty for the whole file.
         metadata: Texts of the `__metadata__` of a safetensors file.
     """

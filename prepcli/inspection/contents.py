@@ -120,7 +120,7 @@ class CheckpointContents:
         text_part: The text part of a multimodal model in a Hugging Face folder.
         wrapper_type: `model_type` of a multimodal model, else empty.
         wrapper_prefix: Prefix that a wrapper gave to all names of a multimodal model, e.g. `_orig_mod.`. The names in
-            `entries` have it, those in `text_part` do not.
+            `entries` have it, the names in `text_part` do not.
     """
 
     display_name: str

@@ -119,7 +119,7 @@ class Projection:
 
 
 def projections(family: Family, config: HFConfig) -> Iterator[Projection]:
-    """Yield the projections of a model's layers that can have an adapter, without those of experts."""
+    """Yield the projections of a model's layers that can have an adapter, without the experts."""
     for path, parameter in active_parameters(family.parameters, config):
         if projection := _projection(path, parameter.row):
             yield projection

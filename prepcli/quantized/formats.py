@@ -149,7 +149,7 @@ def find_weights(
     Args:
         settings: The quantisation config.
         tensors: All stored tensors.
-        read_payload: Reads small tensors that describe others.
+        read_payload: Reads small tensors that describe other tensors.
         settings_file: Name of the file with the quantisation config, for messages.
 
     Raises:

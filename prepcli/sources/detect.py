@@ -260,7 +260,7 @@ def _adapter_config(names: Sequence[str]) -> Sequence[str]:
 
 
 def _training_files(names: Sequence[str]) -> Sequence[str]:
-    """Return the PyTorch files of a training run without those of the model."""
+    """Return the PyTorch files of a training run without the files of the model."""
     matching = _names_matching(TRAINING_FILE_PATTERNS, names)
     return [name for name in matching if name.lower().endswith(torch_files.SUFFIXES)]
 

@@ -101,7 +101,7 @@ def generation_defaults(
 
 
 def _known_ids(listed: Sequence[object], vocab: int) -> tuple[int, ...]:
-    """Return the token ids of a list, without those outside of the vocabulary."""
+    """Return the token ids of a list that are in the vocabulary."""
     # `type` instead of `isinstance`: True is not a token id.
     return tuple(token for token in listed if type(token) is int and 0 <= token < vocab)
 

@@ -241,7 +241,7 @@ class FolderModel:
         config: Content of the config.json. Empty without one.
         family: Model family.
         names: Naming scheme of the tensors.
-        side_files: Files of the model to copy to an output, and those to leave.
+        side_files: Files of the model to copy to an output, and files to leave.
     """
 
     config_path: AnyPath | None

@@ -59,7 +59,7 @@ def open_source(
         dequantize: Decode quantised weights.
         kept_scales: Outputs of another trainer's layout to read as they are stored. See `SourceHints`.
         training_state: Read the optimizer state of another framework. It is read in any case from an output of prep.
-        tensor_map: Map from the tensors of the files to those of a model. Default: the map in the manifest.
+        tensor_map: Map from the tensors of the files to the tensors of a model. Default: the map in the manifest.
         layout: Layout of a tree of another library. Default: the layout with the best fit.
         drop: Patterns of tensors that may lie among those of a text part. They stay in the source.
 

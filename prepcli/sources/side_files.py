@@ -291,7 +291,7 @@ def is_hidden(name: str) -> bool:
 
 
 def _sort_by_kind(name: str, patterns: Sequence[str], copied: list[str], left: list[str]) -> None:
-    """Append a side file to the files to copy or to those left."""
+    """Append a side file to the files to copy or to the files to leave."""
     # Code of a model is only copied on request: a folder that prep writes runs no code when it is loaded.
     if name.endswith(CODE_SUFFIX) and not matches_any(name, patterns):
         left.append(name)

@@ -451,7 +451,7 @@ def with_state(draft: Draft, state: AdamState, others: Sequence[SourceTensor] = 
 def with_tied_head(source: Source) -> Source:
     """Return the source with the head as a separate tensor, if it is tied to the embedding.
 
-    The head reads the bytes of the embedding a second time, from blobs after those of the source.
+    The head reads the bytes of the embedding a second time, from blobs after the source's blobs.
     """
     tie = source.family.tying
     if any(tensor.name == tie.head_tensor for tensor in source.tensors):
