@@ -1,4 +1,4 @@
-"""Errors, JSON values, texts, and the protocols of progress and of processes."""
+"""Errors, JSON values, texts, the protocols of progress and of processes, and the versions of packages."""
 
 from functools import cache
 

@@ -168,8 +168,9 @@ def _described_process(
     if numbers is None:
         return None
     local_count = read_number(environ, names.local_count)
-    host_count = read_number(environ, names.host_count)
     host_index = read_number(environ, names.host_index)
+    local_index = read_number(environ, names.local_index) or 0
+    host_count = read_number(environ, names.host_count)
     if launcher == OPEN_MPI and local_count == numbers[0]:
         host_count = 1
     if launcher == SLURM:
@@ -183,7 +184,7 @@ def _described_process(
         *numbers,
         variables=(names.count, names.index),
         local_count=local_count,
-        local_index=read_number(environ, names.local_index) or 0,
+        local_index=local_index,
         host_count=host_count,
         host_index=host_index,
     )

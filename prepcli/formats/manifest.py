@@ -447,8 +447,8 @@ def saved_steps(run: AnyPath) -> list[int]:
         raise unreadable_error(run, error) from error
     steps: list[int] = []
     for name in filter(STEP_NAME.fullmatch, children):
-        has_item = (run / name / STATE_ITEM / METADATA_FILE).is_file()
-        if has_item and (run / name / MANIFEST_FILE).is_file():
+        has_manifest = (run / name / MANIFEST_FILE).is_file()
+        if has_manifest and (run / name / STATE_ITEM / METADATA_FILE).is_file():
             steps.append(int(name))
     return sorted(steps)
 

@@ -62,6 +62,7 @@ def to_hf_config(document: object, vocab_size: int, is_tied: bool) -> JsonObject
         "eos_token_id": 128001 if is_llama_3 else 2,
     }
     if params.get("use_scaled_rope") is True:
+        # LLaMA 3.1, or 3.2: its models are narrower and have a larger factor
         factor = 32.0 if _read_positive_int(params, "dim") < 4096 else 8.0
         config["rope_scaling"] = {
             "rope_type": "llama3",

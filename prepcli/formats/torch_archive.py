@@ -99,6 +99,7 @@ class ZipArchive:
             if has_dots or "\\" in name or "\0" in name:
                 what = f"it has a record called {quote_name(name)}"
                 raise ValueError(f"{what}, which is not a plain path")
+        # All records are in one folder, which PyTorch names after the saved file.
         names = [info.orig_filename for info in infos]
         pickles = [name for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(set(pickles)) != 1:

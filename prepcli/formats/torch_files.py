@@ -378,6 +378,3 @@ def _describe_value(value: object) -> str:
             return "a storage"
         case _:
             return type(value).__name__
-
-
-# A folder

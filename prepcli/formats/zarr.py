@@ -173,6 +173,7 @@ def encode_zarr_document(
             codec = codec_of(compression)
             settings = codec.settings(compression.level, version.number)
             codecs.append({"configuration": settings, "name": codec.zarr3_name})
+        # Zarr 3 requires a fill value. No chunk is missing.
         if dtype == "bool":
             fill_value = False
         elif "int" in dtype:

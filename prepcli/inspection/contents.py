@@ -347,6 +347,7 @@ def _stored_contents(located: LocatedCheckpoint, stored: ModelFiles) -> Checkpoi
         try:
             settings = read_settings(contents.folder)
         except PrepError as error:
+            # An adapter with unsupported settings can be shown, but not merged.
             return replace(contents, non_arrays=(f"{error.what}: {error.why}",))
         lora = settings.lora_config()
         summary: AdapterSummary = {
@@ -511,7 +512,7 @@ def tree_fields(node: TreeNode) -> dict[str, object]:
 
 def _to_node(builder: _TreeBuilder) -> TreeNode:
     """Convert a builder to a node. Its parent adds its label. A branch with a single child is replaced by the child."""
-    # The depth of the recursion is at most MAX_PATH_PARTS of `contents`.
+    # The depth of the recursion is at most MAX_PATH_PARTS.
     frozen = {label: _to_node(child) for label, child in builder.children.items()}
     numbers = sorted(int(label) for label in frozen if _NUMBER.fullmatch(label))
     # A frozen TreeNode is hashed by its content, so equal layers are one key: 32 layers give one group.

@@ -376,6 +376,7 @@ def match_moment_trees(
         FIRST_MOMENT: f"{adam}.mu.{collection}",
         SECOND_MOMENT: f"{adam}.nu.{collection}",
     }
+    # Averages with a constant decay, as in prep
     averages = ""
     for library in LIBRARIES_BY_LAYOUT.get(layout, ()):
         optax = library.state and library.state.optax
@@ -417,7 +418,7 @@ def add_item_state(
             why = f"{leaf} is {count}, and the moments have {num_updates} updates"
             raise DamagedError(what, why, GET_AGAIN_HINT)
         constants: list[SourceTensor] = []
-        for name in source.manifest.others.keys() & leaves.keys():
+        for name in sorted(source.manifest.others.keys() & leaves.keys()):
             constants.append(leaf_as_tensor(name, leaves[name], source.manifest.others))
         read_small_tensors(source, constants)
     # E.g. the moments of a value head.

@@ -236,8 +236,8 @@ def _sentencepiece_document(metadata: Mapping[str, Any], *, has_merges: bool) ->
 def _merges_of_scores(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return the merges of vocabulary pieces, the one with the highest score first.
 
-    SentencePiece merges neighbours with equal scores from left to right. Merges are in an order. Both give the same
-    tokens if `_check_ties` raises no error.
+    SentencePiece merges neighbours with equal scores from left to right. Merges are in an order. Raises ValueError if
+    the two may give other tokens.
 
     >>> _merges_of_scores({"a": -3.0, "b": -4.0, "ab": -1.0, "aab": -2.0})
     [('a', 'b'), ('a', 'ab')]
@@ -246,6 +246,9 @@ def _merges_of_scores(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
     merges: list[tuple[str, str]] = []
     for _, tokens in groupby(sorted(pieces, key=lambda token: -pieces[token]), key=pieces.get):
         pairs_by_token = {token: _mergeable_pairs(token, pieces) for token in tokens}
+        # The order of tied merges has no effect if two of them never share a piece of a text, and no merge of an equal
+        # or higher score takes a token that they make. E.g. with `ab` and `cd`, all neighbours a b and c d are merged
+        # in any order. With `ab` and `bc` the text abc becomes ab c from left to right, and a bc in the other order.
         tied = {token for token, pairs in pairs_by_token.items() if pairs}
         if len(tied) > 1:
             tokens_by_left: dict[str, set[str]] = {}

@@ -178,7 +178,7 @@ def _check_layout_is_used(
 
 
 def read_source(located: LocatedCheckpoint, hints: SourceHints) -> Source:
-    """Read the headers and settings of a checkpoint with the opener of its format. Only this opener is imported."""
+    """Read the headers and settings of a checkpoint with the opener of its format. Only its module is imported."""
     module, _, name = FORMATS[located.kind].opener.partition(".")
     read = getattr(import_module(f"prepcli.sources.openers.{module}"), name)
     source = read(located, hints)

@@ -299,7 +299,7 @@ def _parse_step(run: str, step: int | str) -> RunStep | BucketUrl:
         )
     if is_url(run):
         step_name = str(step)
-        # The listing of the run's folder shows its last step, which `BucketFolder` selects.
+        # The listing of the run's folder shows its last step, which `open_bucket_folder` selects.
         if step_name == LAST:
             return BucketUrl(run, parse_url(run))
         if step_name == BEST:

@@ -110,8 +110,11 @@ def read_trainer_checkpoint(source: Source) -> Source:
         if group["weight_decay"]:
             decayed += [keys[key] for key in group["params"]]
     others = [name for name in OTHER_FILES if (source.root / name).is_file()]
+    # Shapes are checked before the file is read for its digest.
+    moment_tensors = tuple(_moments(source, str(path), moments))
     metadata_digest = optimizer.digest
     if source.manifest is not None:
+        # The bytes outside of the moments, which have digests of their own.
         ranges: list[tuple[int, int]] = []
         for entries in tensors.values():
             for entry in ENTRIES:
@@ -121,7 +124,7 @@ def read_trainer_checkpoint(source: Source) -> Source:
     return add_training_state(
         source,
         numbers,
-        tuple(_moments(source, str(path), moments)),
+        moment_tensors,
         (*others, *decay_differences(source, decayed)),
         files=(path,),
         stamps=(SourceFile(path.name, optimizer.size, optimizer.mtime_ns, metadata_digest),),

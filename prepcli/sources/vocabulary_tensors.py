@@ -87,11 +87,8 @@ def find_vocabulary(
         what = f"{source.display_name} is a quantised multimodal model, which is not supported"
         raise usage_error(what, "the names of its text part are unknown", _decode_hint(source))
     # A verbatim source has the sizes of its config.
-    if not source.family.is_verbatim:
-        vocabulary = source.vocabulary(true_size)
-    else:
-        sizes = family_of(source.config).sizes(source.config)
-        vocabulary = read_vocabulary(source.config, sizes["vocab"], true_size=true_size)
+    sizes = family_of(source.config).sizes(source.config)
+    vocabulary = read_vocabulary(source.config, sizes["vocab"], true_size=true_size)
     names = frozenset(_stored_names(source, VOCAB_ATOM))
     for tensor in source.tensors:
         if tensor.name not in names:

@@ -83,7 +83,7 @@ class HelpfulGroup(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse `args`."""
         if args[:1] == ["help"]:
-            args = [*args[1:], "--help"]
+            args = [*(word for word in args if word != "help"), "--help"]
         return super().parse_args(ctx, args)
 
 

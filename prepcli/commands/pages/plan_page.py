@@ -240,7 +240,7 @@ def _page_body(
     yield stacked_bar(parts, "memory of one device by part", limit=limit_bar)
     memory_rows: list[tuple[str, str]] = []
     for number, part in enumerate(parts):
-        memory_rows.append((Markup(chip(number) + part.name), part.text))
+        memory_rows.append((Markup(chip(number) + escape(part.name)), part.text))
     memory_rows.append(("peak", format_bytes(plan.memory.peak)))
     if limit_bar is not None:
         memory_rows.append((f"memory of {limit_bar.name}", limit_bar.text))

@@ -14,7 +14,6 @@ from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
-import zstandard
 
 from prepcli.core.errors import Key, PrepError, text
 from trainer.data.files import FILE_READ_NBYTES, DataFile, HashingStream, stream_blocks
@@ -38,12 +37,16 @@ MAX_ZSTD_WINDOW_NBYTES = 128 << 20
 FEED_NBYTES = {".gz": 4 << 10, ".zst": 256}
 
 
+def _new_zstd_decompressor() -> Any:
+    import zstandard
+
+    return zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_NBYTES).decompressobj()
+
+
 # Suffix -> the decompressor of one member of a file: a `zlib.decompressobj`, or one of the same methods.
 DECOMPRESSORS: Mapping[str, Callable[[], Any]] = {
     ".gz": lambda: zlib.decompressobj(GZIP_FORMAT),
-    ".zst": lambda: zstandard.ZstdDecompressor(
-        max_window_size=MAX_ZSTD_WINDOW_NBYTES
-    ).decompressobj(),
+    ".zst": _new_zstd_decompressor,
 }
 
 
@@ -65,6 +68,9 @@ def open_decompressed(stream: BinaryIO, name: str, suffix: str) -> BinaryIO:
 
 def _decompressed_blocks(stream: BinaryIO, name: str, suffix: str) -> Iterator[bytes]:
     """Yield the decompressed bytes of all members of a file."""
+    # Plans and help read this module, and compressed files are rare.
+    import zstandard
+
     what = f"{name} cannot be decompressed"
     decompressor = None
     try:
