@@ -83,7 +83,7 @@ class Example:
         return sum(len(segment.content) for segment in (*self.target, *(self.source or ())))
 
 
-# Names of the parts, in the order of their notes. Stores record them.
+# Names of the parts. Stores record them.
 TOOLS = "tools"
 HIDDEN_REASONING = "hidden_reasoning"
 NO_STOP_TOKEN = "no_stop_token"

@@ -182,7 +182,7 @@ def io_error(path: Path | str, error: OSError) -> PrepError:
 
 
 MAX_EMPTY_NOTES = 3
-# Prefix of the files of this module. The folder of a run has them after a failed start.
+# Prefix of the files with digests of data files. The folder of a run has them after a failed start.
 OPENED_PREFIX = "opened"
 # Parts of the files of several processes. Each part has a record of its own until all are read.
 HASH_PARTS = 64

@@ -125,9 +125,9 @@ def fill_tokens(
         first_target = start + 1
     length = end - start
     arrays["tokens"][:length] = tokens.ids[start:end]
-    arrays["targets"][: length - 1] = tokens.ids[start + 1 : end]
+    arrays["targets"][: length - 1] = arrays["tokens"][1:length]
     weights = arrays["weights"][first_target - start - 1 : length - 1]
-    weights[:] = tokens.read_weights(first_target, end)
+    weights[:] = 1 if tokens.weight_codes is None else tokens.read_weights(first_target, end)
     if first_input is not None:
         arrays["tokens"][0] = first_input
 

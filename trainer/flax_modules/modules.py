@@ -30,7 +30,7 @@ class Computation:
         UsageError: The mesh splits the tokens of a sequence.
     """
 
-    model: ModelSpec  # The model
+    model: ModelSpec
     forward_config: ForwardConfig  # Execution options
 
     def __post_init__(self) -> None:

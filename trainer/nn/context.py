@@ -79,7 +79,7 @@ class StackContext:
     # Key of the stack in the parameters: "encoder" or "decoder" in a model with both. Empty in a decoder-only
     # model, where the stack is the whole tree.
     name: str
-    model: ModelSpec  # The model
+    model: ModelSpec
     arch_config: ArchConfig  # The choices of the layers of this stack
     forward_config: ForwardConfig  # Execution options
     # Positions of queries and keys, and the score bias. `for_layer` sets the window, the rotary embedding and the

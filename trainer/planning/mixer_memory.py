@@ -57,7 +57,7 @@ class MixerMemory:
     """The memory of a recurrent mixer on one device."""
 
     inputs: MemoryInputs  # Inputs of the estimate
-    mixer: Mixer  # The mixer
+    mixer: Mixer
     seq_length: int  # Number of tokens of a row
 
     @property

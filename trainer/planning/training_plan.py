@@ -54,7 +54,7 @@ from trainer.recipe import Recipe
 class KindEstimate:
     """A step on one kind of accelerator."""
 
-    kind: Accelerator  # The accelerators
+    kind: Accelerator
     fits: bool  # Whether the estimated peak is within their memory
     time: StepTime  # Time of the step
     tokens_per_s: float  # Tokens of all devices per second, with the tokens of sources

@@ -37,7 +37,7 @@ class StepLine(ZLossField, SpeedFields):
     The line of a mixture also has the tokens of each source, e.g. `tokens.web`.
     """
 
-    step: int  # The step
+    step: int
     loss: float | None  # Mean loss of its tokens. None if none of them has loss.
     # Fraction of its tokens that are predicted correctly. None if none of them has loss.
     accuracy: float | None

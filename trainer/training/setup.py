@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prepcli.core.errors import Key, PrepError, text, usage_error
 from prepcli.core.json_values import HFConfig
@@ -61,8 +61,11 @@ from trainer.training.eval_metrics import (
 )
 from trainer.training.events import Interval, is_due, num_due
 from trainer.training.optimizers import build_optimizer
-from trainer.training.samples import Sampler
 from trainer.training.step import LossScale, StepSetup
+
+if TYPE_CHECKING:
+    # Plans compile a step without generating texts.
+    from trainer.training.samples import Sampler
 
 # The forward pass takes about a third of the operations of a training step: the backward pass takes twice as many.
 FORWARD_SHARE = 1 / 3

@@ -128,9 +128,9 @@ class TrainState(ScaleState, total=True):
 class StepSetup:
     """The static parts of a training step."""
 
-    model: ModelSpec  # The model
+    model: ModelSpec
     forward_config: ForwardConfig  # Execution options of the forward pass
-    optimizer: Optimizer  # The optimizer
+    optimizer: Optimizer
     accumulate: int = 1  # Number of micro-batches per batch
     # Terms of the loss other than the cross entropy. Evaluation has none.
     loss_terms: LossTerms = NO_LOSS_TERMS

@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from trainer.data.readers.table_batches import UnsupportedTypeError, values_nbytes
+from trainer.data.table_batches import UnsupportedTypeError, values_nbytes
 
 ENTRIES = pa.array([[("a", 1)], [("b", 2), ("cc", 3)]], pa.map_(pa.string(), pa.int64()))
 UNION = pa.UnionArray.from_sparse(
@@ -38,3 +38,16 @@ def test_values_nbytes_counts_elements_at_every_depth(array: Any, nbytes: int):
 def test_values_nbytes_refuses_other_types(array: Any):
     with pytest.raises(UnsupportedTypeError, match="are not supported"):
         values_nbytes(array)
+
+
+def test_child_process_imports_few_modules():
+    """It reads untrusted files, so it holds little code and starts fast."""
+    script = (
+        "import sys; import trainer.data.table_batches;"
+        "print(sum(name.startswith(('prepcli', 'trainer')) for name in sys.modules),"
+        " 'pydantic' in sys.modules, 'jax' in sys.modules)"
+    )
+    command = [sys.executable, "-c", script]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert int(output[0]) <= 10
+    assert output[1:] == ["False", "False"]

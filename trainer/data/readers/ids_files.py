@@ -155,9 +155,8 @@ INDEX_HEADER = struct.Struct("<9sQBQQ")
 # Codes of Megatron's `DType` that can be token ids.
 DTYPE_NAMES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 DTYPE_CODES = {name: code for code, name in DTYPE_NAMES.items()}
-# Documents per read of bounds, and bytes per read of ids.
+# Documents per read of bounds.
 BLOCK_DOCUMENTS = 1 << 12
-CHUNK_NBYTES = 1 << 20
 LENGTH_DTYPE = np.dtype("<i4")
 OFFSET_DTYPE = np.dtype("<i8")
 

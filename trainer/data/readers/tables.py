@@ -67,7 +67,7 @@ def _parse_table(
     # give 1 GiB + 8 * 64 MiB = 1.5 GiB.
     limits = Limits(DECODING_NBYTES + ROW_COPIES * options.max_document_nbytes, DECODING_S)
     arguments = (table_format == PARQUET, file.nbytes, options.max_document_nbytes)
-    reader = Sandbox("trainer.data.readers.table_batches:TableReader", arguments, limits=limits)
+    reader = Sandbox("trainer.data.table_batches:TableReader", arguments, limits=limits)
     number = 0
     num_parts = 0
     try:
