@@ -272,11 +272,7 @@ class ObjectCompressor:
         """Return the compressed bytes of a piece. They may be empty before the last piece of an object."""
         state = self._state(piece.file)
         num_chunks = len(state.chunks) - len(state.lengths)
-        raw_nbytes = piece.data.size
-        if state.stream is not None:
-            # An encoder may keep the chunk to its end, and then returns the bytes of earlier pieces as well.
-            raw_nbytes += piece.start - state.chunks[len(state.lengths)][0]
-        compressed = _Buffer(self._codec.max_encoded_nbytes(raw_nbytes, num_chunks))
+        compressed = _Buffer(self._codec.max_encoded_nbytes(piece.data.size, num_chunks))
         with self._slots:
             while len(state.lengths) < len(state.chunks):
                 offset, nbytes = state.chunks[len(state.lengths)]

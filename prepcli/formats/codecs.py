@@ -36,10 +36,7 @@ class ByteReader(Protocol):
 
 
 class Encoder(Protocol):
-    """Encoder of one chunk. The encoded bytes do not depend on the sizes of the pieces.
-
-    It may keep the pieces and return all bytes at the end, if `encoder_nbytes` counts them.
-    """
+    """Encoder of one chunk. The encoded bytes do not depend on the sizes of the pieces."""
 
     def compress(self, data: Any, /) -> bytes:
         """Encode a piece, and return the bytes that are complete."""
