@@ -1,4 +1,4 @@
-"""Interfaces of the checkpoints that training reads and writes. Independent of the storage format.
+"""Checkpoints that training reads and writes: their interfaces, and the shards of leaves in host memory.
 
 A training state is one flat mapping from dotted name to leaf: `params.embed.tokens`,
 `opt_state.adam.mu.embed.tokens`, `step`.

@@ -304,7 +304,7 @@ class Pipeline:
                 task.prefix_nbytes = slab.nbytes - task.new_nbytes
                 if self._stream_nbytes_through(slab) >= durable_nbytes:
                     task.earlier_digest = prefix_digest
-            self._run_stage(task, 0)
+            self._run_stage(task, self._read_slab, self._submit_move)
             if task.earlier_digest:
                 # The move stage compares the digests.
                 self.mover.drain()
@@ -375,18 +375,28 @@ class Pipeline:
         """Return the number of the stream's bytes up to the end of a slab."""
         return slab.start + slab.nbytes - self.streams[slab.stream_number].byte_range[0]
 
-    def _run_stage(self, task: _SlabTask, stage: int) -> None:
-        """Run a stage of a slab: 0 reads, 1 moves, 2 writes. Submit the next one.
+    def _submit_move(self, task: _SlabTask) -> None:
+        self.mover.submit(partial(self._run_stage, task, self._move_slab, self._submit_write))
+
+    def _submit_write(self, task: _SlabTask) -> None:
+        self.writer.submit(partial(self._run_stage, task, self._checksum_and_write))
+
+    def _run_stage(
+        self,
+        task: _SlabTask,
+        work: Callable[[_SlabTask], None],
+        submit_next: Callable[[_SlabTask], None] | None = None,
+    ) -> None:
+        """Do the work of a stage for a slab, and pass the slab to the next stage.
 
         After an error in any stage the work is skipped. Buffers are always released.
         """
         passed_on = False
         try:
             if self.error is None:
-                (self._read_slab, self._move_slab, self._checksum_and_write)[stage](task)
-                if stage < 2:
-                    next_thread = (self.mover, self.writer)[stage]
-                    next_thread.submit(partial(self._run_stage, task, stage + 1))
+                work(task)
+                if submit_next is not None:
+                    submit_next(task)
                     passed_on = True
         except BaseException as error:
             self._set_error(error)
@@ -497,16 +507,11 @@ class Pipeline:
                 self.written_digests |= task.digests
             elif task.differs_from_prefix:
                 self.prefix = None
-        # Later slabs write short runs to the same pages. A sync between them would write each page to disk several
-        # times and read it back.
-        shares_pages = not task.digests and any(
-            copy.repeats and copy.run_nbytes < LONG_RUN_NBYTES for copy in slab.writes
-        )
         is_full = len(self.unsynced_units) >= MAX_UNSYNCED_UNITS
         if (
             self.background_sync
             and (is_full or self.background_sync.is_due(self.unsynced_nbytes))
-            and not shares_pages
+            and not _shares_pages(task)
         ):
             self.background_sync.submit(self._take_sync_point())
         self.result.peak_nbytes = max(self.result.peak_nbytes, anonymous_nbytes())
@@ -536,3 +541,13 @@ def needs_gather(slab: Slab, is_aligned: bool) -> bool:
     if not slab.reads or needs_permute(slab.reads) or slab.changes_values:
         return False
     return (slab.reads[0].file_offset - slab.writes[0].file_offset) % PAGE != 0
+
+
+def _shares_pages(task: _SlabTask) -> bool:
+    """Return whether later slabs write short runs to the pages of a slab.
+
+    A sync between them would write each page to disk several times and read it back.
+    """
+    if task.digests:
+        return False
+    return any(copy.repeats and copy.run_nbytes < LONG_RUN_NBYTES for copy in task.slab.writes)

@@ -238,9 +238,7 @@ class BucketStorage:
             with open_regular_file(path) as file:
                 # The file may grow meanwhile.
                 nbytes = os.fstat(file.fileno()).st_size
-                sizes = [STORED_PIECE_NBYTES] * (nbytes // STORED_PIECE_NBYTES)
-                sizes.append(nbytes % STORED_PIECE_NBYTES)
-                self._bucket.write_pieces(name, map(file.read, sizes), size=nbytes)
+                self._bucket.write_pieces(name, _read_pieces(file, nbytes), size=nbytes)
         except FileNotFoundError:
             return
         except OSError as error:

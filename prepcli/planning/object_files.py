@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from prepcli.algebra.boxes import Box, Range, volume
 from prepcli.algebra.grids import ChunkIndex, Chunks, ChunkTable, FilePosition
+from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import PrepError
 from prepcli.planning.chunk_placement import (
     aligned_offset,
@@ -199,19 +200,21 @@ def streams_of_spans(
     return needed
 
 
+def _touches(copy: StridedCopy, spans: FileSpans) -> bool:
+    """Return whether the range from the first to the last byte of a copy has bytes of the spans."""
+    last_offset = sum((count - 1) * stride for count, stride in copy.repeats)
+    copy_stop = copy.file_offset + last_offset + copy.run_nbytes
+    return any(
+        start < copy_stop and copy.file_offset < end for start, end in spans.get(copy.file, ())
+    )
+
+
 def _touching_rows(number: int, stream: Stream, spans: FileSpans, slab_nbytes: int) -> Range | None:
     """Return the rows of the slabs with writes to byte ranges, or None if there are none."""
     first: int | None = None
     stop = 0
     for slab in split_stream(number, stream, max_nbytes=slab_nbytes):
-        is_touching = False
-        for copy in slab.writes:
-            # The range from the first to the last byte of the copy
-            last_offset = sum((count - 1) * stride for count, stride in copy.repeats)
-            copy_stop = copy.file_offset + last_offset + copy.run_nbytes
-            for start, end in spans.get(copy.file, ()):
-                is_touching |= start < copy_stop and copy.file_offset < end
-        if not is_touching:
+        if not any(_touches(copy, spans) for copy in slab.writes):
             continue
         if first is None:
             first = slab.start // stream.row_nbytes

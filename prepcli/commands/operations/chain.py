@@ -85,8 +85,12 @@ NEW_ROWS = "new rows"
 # Files with other content in each output. The config is compared by its keys. The files of a training state are not
 # part of a model.
 MADE_FILES = (
-    *(CONFIG, INDEX_FILE, ADAPTER_CONFIG, METADATA_FILE),
-    *(TRAINER_STATE_FILE, SCHEDULER_FILE),
+    CONFIG,
+    INDEX_FILE,
+    ADAPTER_CONFIG,
+    METADATA_FILE,
+    TRAINER_STATE_FILE,
+    SCHEDULER_FILE,
 )
 
 # What happened -> the names of the parts, e.g. `left out` -> names of tensors.
