@@ -90,7 +90,8 @@ class _GenerationBlocks(Extension):
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line_number)
 
     def _mark(self, caller: Macro) -> str:
-        start, end = self.environment.generation_marks
+        # Jinja's class does not declare the attributes that `extend` sets.
+        start, end = vars(self.environment)["generation_marks"]
         return f"{start}{caller()}{end}"
 
 

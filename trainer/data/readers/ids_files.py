@@ -200,7 +200,7 @@ def _read_dataset(file: DataFile, options: ReadOptions) -> Iterator[IdsChunk]:
     """Yield the documents of an `.idx` file. A `.bin` file yields nothing, and only its digest is checked."""
     if str(file.path).endswith(IDS_SUFFIX):
         # Its digest is checked, and the documents are in the other file.
-        return read_stream(file, lambda stream: iter(()))
+        return read_stream(file, _no_ids)
     if file.open_remote is not None:
         raise PrepError(
             f"cannot read {file.path}",
@@ -208,6 +208,10 @@ def _read_dataset(file: DataFile, options: ReadOptions) -> Iterator[IdsChunk]:
             "download the .idx and the .bin file",
         )
     return read_seekable(file, lambda stream: _read_documents(file, stream))
+
+
+def _no_ids(stream: BinaryIO) -> Iterator[IdsChunk]:
+    return iter(())
 
 
 def _read_documents(file: DataFile, stream: BinaryIO) -> Iterator[IdsChunk]:
