@@ -41,7 +41,7 @@ from tests import CACHE, FLAGS
 from tests.helpers.tiny_checkpoints import read_tensors, same_bits
 from trainer.training.metrics import METRICS_FILE
 
-README = Path(__file__).parents[4] / "README.md"
+TUTORIAL = Path(__file__).parents[4] / "docs" / "tutorial.md"
 COMMANDS = ["", "pad-vocab", "save-init", "save-init", "save-init", "reshard", "export", "verify"]
 TRAINING = ["", "train", "train", "train", "export", "verify"]
 MAKE, PAD, *_ = demo_steps()
@@ -120,8 +120,8 @@ def test_demo_runs_all_conversions(
     assert (
         main(["inspect", "tiny-padded-init", "--shards", "embed.tokens", "--mesh", "1,2,4"]) == OK
     )
-    assert capsys.readouterr().out in README.read_text(), (
-        "the README shows what the demo's model looks like"
+    assert capsys.readouterr().out in TUTORIAL.read_text(), (
+        "the tutorial shows what the demo's model looks like"
     )
 
 
