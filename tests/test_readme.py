@@ -24,6 +24,7 @@ import pytest
 from prepcli.commands.cli.docs_page import cli_page
 from prepcli.commands.cli.main import main
 from prepcli.commands.cli.root import COMMANDS, command_group
+from prepcli.commands.demo.tiny_model import learnable_text, write_tiny_model
 from prepcli.commands.testing.checkpoints import read_checkpoint
 from prepcli.core.errors import OK, STOPPED
 from tests.helpers.object_server import FakeObjectStore, use_objects
@@ -250,6 +251,27 @@ def test_recipes_of_a_page_have_known_keys(page: Path) -> None:
         for key, value in tomllib.loads(block.text if block.language == "toml" else "").items():
             keys = [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
             assert [name for name in keys if name not in names] == []
+
+
+def test_session_of_the_readme_works_beside_the_demo(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run the commands beside the files of `prep demo`. The last line of an output shown is the one of stdout."""
+    write_tiny_model(folder / "prep-demo" / "tiny")
+    (folder / "prep-demo" / "tiny.txt").write_text(learnable_text())
+    (session,) = [block for block in blocks(README) if block.text.startswith("$ ")]
+    (recipe,) = [block for block in blocks(README) if block.language == "toml"]
+    (copy, _), *commands = session.commands()
+    subprocess.run(copy, shell=True, check=True)
+    monkeypatch.chdir(folder / "mine")
+    Path("tuned.toml").write_text(recipe.text)
+    for line, output in commands:
+        # This process has 8 devices.
+        _, *words = shlex.split(line.removeprefix("JAX_NUM_CPU_DEVICES=8 "))
+        assert main(words) == OK, f"{line}\n{capsys.readouterr().err}"
+        printed = re.sub(r"[\d.]+ s\)$", "… s)", capsys.readouterr().out.strip())
+        shown = re.sub(r"[\d.]+ s\)$", "… s)", output.strip())
+        assert printed == shown.splitlines()[-1], line
 
 
 def test_python_of_the_readme_works(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Memory: divide `--memory` into buffers, and measure the memory of the process, its containers and the machine."""
+"""Memory: divide `--memory` into buffers, measure process and machine, and pause the garbage collector."""
 
 from __future__ import annotations
 
@@ -226,6 +226,9 @@ def _read_or_empty(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+# --- The garbage collector of cycles
 
 
 @contextmanager
