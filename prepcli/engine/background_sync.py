@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import Files
 
 # Time between syncs. A kill loses the units in progress, except for the synced bytes of large ones. Compression of a
@@ -40,7 +41,7 @@ class UnitPart:
     """
 
     unit: int
-    digests: Mapping[int, str]
+    digests: Mapping[int, StreamDigest]
     prefix: StreamPrefix | None = None
 
 

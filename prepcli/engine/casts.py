@@ -29,7 +29,7 @@ import numpy as np
 from prepcli.algebra.boxes import Range, split_merged_range
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.core.formatting import count_text
-from prepcli.engine.digest import TensorDigest
+from prepcli.engine.digest import CastCounts, StreamDigest, TensorDigest, algorithm_of
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
@@ -43,8 +43,6 @@ BLOCK_VALUES = 1 << 14
 # Bytes of one read of a matrix.
 MATRIX_RUN_NBYTES = 256 << 10
 FLOAT32_NBYTES = 4
-# Digest of the written bytes and the six counts of a `StreamDigest` as text
-NUM_CAST_FIELDS = 7
 # 2^-149 and 2^-1074, the smallest numbers above 0
 SMALLEST_SUBNORMAL = {"f": np.float32(1e-45), "d": np.float64(5e-324)}
 # Changes values in C order, given the number of the first one in the tensor.
@@ -248,14 +246,14 @@ def _read_matrix(stream: Stream, source: RunReader, recorded_digest: str) -> np.
 
     The matrices are also streams of the plan, but a resumed run does not read finished streams again.
     """
-    digest = TensorDigest()
+    digest = TensorDigest(algorithm=algorithm_of(recorded_digest))
     dtype = numpy_dtype(stream.dtype)
     matrix = np.empty(stream.nbytes // dtype.itemsize, np.float32)
     for start, data in read_values(source, stream, buffers=allocate_run_buffers(MATRIX_RUN_NBYTES)):
         digest.update(data.data)
         first = start // dtype.itemsize
         matrix[first : first + data.size // dtype.itemsize] = data.view(dtype)
-    computed = digest.hexdigest()
+    computed = digest.text()
     if recorded_digest not in ("", computed):
         why = f"its bytes have the digest {computed}, its manifest records {recorded_digest}"
         raise DamagedError(f"{stream.name} of the adapter is damaged", why, GET_AGAIN_HINT)
@@ -340,84 +338,7 @@ def _widen(values: np.ndarray) -> np.ndarray:
     return values.astype(wide_dtype, copy=False)
 
 
-# --- Counts and digests
-
-
-@dataclass(frozen=True, slots=True)
-class CastCounts:
-    """Counts over changed values.
-
-    Attributes:
-        values: Number of values.
-        changed: Values with another number after the change.
-        overflowed: Finite values with an infinite result, or NaN by an update.
-        underflowed: Nonzero values with the result 0.
-        nan: Values that are NaN after the change. A cast keeps NaN, an update may add some.
-        worst: Largest relative error over finite, nonzero values.
-    """
-
-    values: int = 0
-    changed: int = 0
-    overflowed: int = 0
-    underflowed: int = 0
-    nan: int = 0
-    worst: float = 0.0
-
-    def __add__(self, other: CastCounts) -> CastCounts:
-        return CastCounts(
-            self.values + other.values,
-            self.changed + other.changed,
-            self.overflowed + other.overflowed,
-            self.underflowed + other.underflowed,
-            self.nan + other.nan,
-            max(self.worst, other.worst),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StreamDigest:
-    """The digests of a completed stream.
-
-    Attributes:
-        read: Digest of the bytes read.
-        written: Digest of the written bytes. It differs from `read` only after a change of values.
-        counts: Counts of the changed values, or None if no value can change.
-        unscaled: Digest of the values before a scale, or empty without one.
-        lost: Number of values changed by a scale and its way back.
-    """
-
-    read: str
-    written: str
-    counts: CastCounts | None = None
-    unscaled: str = ""
-    lost: int = 0
-
-    @property
-    def recorded(self) -> str:
-        """Digest of the tensor for the manifest. It does not depend on the scale of a layout."""
-        return self.unscaled or self.written
-
-    def __str__(self) -> str:
-        """Return the digests as one word, as notes store them. `parse_stream_digest` parses it."""
-        if self.counts is None:
-            return self.read
-        # The hexadecimal form of a float is exact, so that a resumed run reports the same error.
-        *numbers, worst = dataclasses.astuple(self.counts)
-        words = [self.read, self.written, *map(str, numbers), float(worst).hex()]
-        if self.unscaled:
-            words += [self.unscaled, str(self.lost)]
-        return ":".join(words)
-
-
-def parse_stream_digest(text: str) -> StreamDigest:
-    """Parse the text of a `StreamDigest`. Without a cast it is a single digest."""
-    read, *cast_fields = text.split(":")
-    if not cast_fields:
-        return StreamDigest(read, read)
-    written, *numbers, worst = cast_fields[:NUM_CAST_FIELDS]
-    unscaled, lost = cast_fields[NUM_CAST_FIELDS:] or ("", "0")
-    counts = CastCounts(*map(int, numbers), worst=float.fromhex(worst))
-    return StreamDigest(read, written, counts, unscaled, int(lost))
+# --- Changes of a stream, and their counts
 
 
 class ValueTransform:
@@ -443,8 +364,8 @@ class ValueTransform:
         # float32 has all exponents and all bits of the 16-bit dtypes, so that only NaN needs counting.
         is_wider = stream.written_dtype == "float32" and stream.dtype in ("float16", "bfloat16")
         self._is_exact = is_wider and len(stream.operations) == 1
-        self._digest = TensorDigest()
-        self._unscaled_digest = TensorDigest()
+        self._digest = TensorDigest(algorithm=stream.digest_algorithm)
+        self._unscaled_digest = TensorDigest(algorithm=stream.digest_algorithm)
         self._lost = 0
         self._next_value = stream.byte_range[0] // self._read_dtype.itemsize
         # A block has whole rows, if one fits.
@@ -501,12 +422,12 @@ class ValueTransform:
 
     def digest(self) -> str:
         """Return the digest of all written bytes so far."""
-        return self._digest.hexdigest()
+        return self._digest.text()
 
     def stream_digest(self, read: str) -> StreamDigest:
         """Return the digests of a completed stream. `read` is the digest of the bytes read."""
         is_scaled = any(operation.is_undone for operation, _ in self._changes)
-        unscaled = self._unscaled_digest.hexdigest() if is_scaled else ""
+        unscaled = self._unscaled_digest.text() if is_scaled else ""
         return StreamDigest(read, self.digest(), self.counts, unscaled, self._lost)
 
 
@@ -543,13 +464,13 @@ def count_changes(before: np.ndarray, after: np.ndarray) -> CastCounts:
 
 
 def report_casts(
-    streams: Sequence[Stream], digests: Mapping[int, str] | None = None
+    streams: Sequence[Stream], digests: Mapping[int, StreamDigest] | None = None
 ) -> list[CastEntry]:
     """Summarize the changes of values of a plan by pair of dtypes and kinds of operations.
 
     Args:
         streams: The plan's streams.
-        digests: Text of each completed stream's `StreamDigest`, by stream number.
+        digests: Digests of the completed streams, by number.
 
     Returns:
         One entry per kind, with the numbers of tensors and values. With `digests` also the counts. Entries of updates
@@ -569,8 +490,8 @@ def report_casts(
         fields["tensors"] = len({streams[number].name for number in numbers})
         fields["values"] = nbytes // itemsize(streams[numbers[0]].dtype)
         if digests:
-            parsed = [parse_stream_digest(digests[number]).counts for number in numbers]
-            counts = functools.reduce(CastCounts.__add__, filter(None, parsed), CastCounts())
+            parts = [digests[number].counts for number in numbers]
+            counts = functools.reduce(CastCounts.__add__, filter(None, parts), CastCounts())
             fields |= dataclasses.asdict(counts) | {"values": fields["values"]}
         # The order of the keys is that in manifests.
         keys = [key for key in CastEntry.__annotations__ if key in fields]

@@ -22,9 +22,9 @@ from prepcli.core.observer import Progress
 from prepcli.core.worker_thread import WorkerThread, wait_for_threads
 from prepcli.engine.background_sync import BackgroundSync, StreamPrefix, SyncPoint, UnitPart
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
-from prepcli.engine.casts import StreamDigest, ValueTransform
+from prepcli.engine.casts import ValueTransform
 from prepcli.engine.checksum_recorder import ChecksumRecorder
-from prepcli.engine.digest import EMPTY_TENSOR_DIGEST, TensorDigest
+from prepcli.engine.digest import StreamDigest, TensorDigest
 from prepcli.engine.files import PAGE, Files, RunReader, RunWriter
 from prepcli.engine.fills import FillGenerator, mean_source_number
 from prepcli.engine.permute import gather, needs_permute, scatter, threads
@@ -43,7 +43,7 @@ class ConversionResult:
     """Result of a conversion, or of one of its pipelines.
 
     Attributes:
-        digests: Text of each stream's `StreamDigest`, by stream number.
+        digests: Digests of each stream, by stream number.
         read_nbytes: Bytes read.
         written_nbytes: Bytes written.
         copied_nbytes: Bytes copied in memory, to another order or dtype.
@@ -54,7 +54,7 @@ class ConversionResult:
         already_done: The output existed before, and no bytes were moved.
     """
 
-    digests: dict[int, str] = field(default_factory=dict)
+    digests: dict[int, StreamDigest] = field(default_factory=dict)
     read_nbytes: int = 0
     written_nbytes: int = 0
     copied_nbytes: int = 0
@@ -77,7 +77,7 @@ class PipelineUnit:
 
     number: int
     streams: Sequence[int]
-    digests: Mapping[int, str] = field(default_factory=dict[int, str])
+    digests: Mapping[int, StreamDigest] = field(default_factory=dict[int, StreamDigest])
     prefix: StreamPrefix | None = None
 
 
@@ -110,7 +110,7 @@ class _SlabTask:
         needs_gather: Whether the bytes must be copied to the order and page offset of the sink.
         buffers: Buffers of the slab. The first one contains its bytes.
         data: The bytes.
-        digests: Digest of the stream, if this is its last slab.
+        digests: Digests of the stream, if this is its last slab.
         prefix: The stream's state after this slab, if it does not end here.
     """
 
@@ -122,7 +122,7 @@ class _SlabTask:
     prefix_nbytes: int = 0
     earlier_digest: str = ""
     differs_from_prefix: bool = False
-    digests: dict[int, str] = field(default_factory=dict)
+    digests: dict[int, StreamDigest] = field(default_factory=dict)
     prefix: StreamPrefix | None = None
 
     def swap_buffers(self, nbytes: int) -> ByteArray:
@@ -178,7 +178,7 @@ class Pipeline:
         progress: Progress,
         units: Iterable[PipelineUnit] | None = None,
         observer: UnitObserver | None = None,
-        on_digest: Callable[[int, str], None] = lambda number, digest: None,
+        on_digest: Callable[[int, StreamDigest], None] = lambda number, digest: None,
         checksums: ChecksumRecorder | None = None,
     ) -> None:
         """Prepare to move streams.
@@ -191,7 +191,7 @@ class Pipeline:
             progress: Receives the number of moved bytes.
             units: The units to move, or None for one unit of all streams.
             observer: Follows the units.
-            on_digest: Called with the number and the digest of each completed stream. It may raise to stop the run.
+            on_digest: Called with the number and the digests of each completed stream. It may raise to stop the run.
             checksums: Records the checksums of written blocks.
         """
         self.streams = streams
@@ -222,7 +222,7 @@ class Pipeline:
                 max_unsynced_nbytes=min(MOST_UNSYNCED_NBYTES, budget.nbytes // 2),
             )
         self.written_unit = -1
-        self.written_digests: dict[int, str] = {}
+        self.written_digests: dict[int, StreamDigest] = {}
         self.prefix: StreamPrefix | None = None
         self.unsynced_nbytes = 0
         self.unsynced_units: list[int] = []
@@ -256,8 +256,9 @@ class Pipeline:
         """Read the slabs of a unit, and pass them on between its begin and its end."""
         for number in unit.streams:
             # An empty tensor has no slabs.
-            if not self.streams[number].nbytes:
-                self.result.digests[number] = EMPTY_TENSOR_DIGEST
+            stream = self.streams[number]
+            if not stream.nbytes:
+                self.result.digests[number] = StreamDigest.of_empty(stream.digest_algorithm)
         self.result.digests |= unit.digests
         for number in unit.digests:
             self.result.resumed_nbytes += self.streams[number].nbytes
@@ -450,8 +451,8 @@ class Pipeline:
         stream = self.streams[number]
         # One transform per stream: it keeps the digest and the counts of the cast over all slabs.
         if slab.start == stream.byte_range[0]:
-            self.digest = TensorDigest()
-            self.prefix_digest = TensorDigest()
+            self.digest = TensorDigest(algorithm=stream.digest_algorithm)
+            self.prefix_digest = TensorDigest(algorithm=stream.digest_algorithm)
             self.change = ValueTransform(stream, self.source) if stream.is_changed else None
         # The digest of the read bytes comes before the cast. The cast adds a digest of the written
         # bytes.
@@ -463,15 +464,15 @@ class Pipeline:
             read_itemsize, written_itemsize = slab.itemsizes
             written_nbytes = task.prefix_nbytes // read_itemsize * written_itemsize
             self.prefix_digest.update(task.data[:written_nbytes].data)
-        if task.earlier_digest and task.earlier_digest != self.prefix_digest.hexdigest():
+        if task.earlier_digest and task.earlier_digest != self.prefix_digest.text():
             # The slab passes once more.
             task.differs_from_prefix = True
             task.new_nbytes = 0
         elif slab.start + slab.nbytes == stream.byte_range[1]:
-            digest = self.digest.hexdigest()
-            stream_digest = str(StreamDigest(digest, digest))
+            digest = self.digest.text()
+            stream_digest = StreamDigest(digest, digest)
             if self.change:
-                stream_digest = str(self.change.stream_digest(digest))
+                stream_digest = self.change.stream_digest(digest)
             # A durable stream is read again for the mean of its rows.
             if self.result.digests.get(number, stream_digest) != stream_digest:
                 raise PrepError(
@@ -484,7 +485,7 @@ class Pipeline:
             self.on_digest(number, task.digests[number])
         elif self.background_sync and slab.writes:
             # A later run compares the written bytes with it, which differ from the read ones after a cast.
-            digest = self.change.digest() if self.change else self.digest.hexdigest()
+            digest = self.change.digest() if self.change else self.digest.text()
             task.prefix = StreamPrefix(number, self._stream_nbytes_through(slab), digest)
 
     def _checksum_and_write(self, task: _SlabTask) -> None:

@@ -136,8 +136,8 @@ def measure_distance(
     dot = 0.0
     square_a = 0.0
     square_b = 0.0
-    digest_a = TensorDigest()
-    digest_b = TensorDigest()
+    digest_a = TensorDigest(algorithm=stream_a.digest_algorithm)
+    digest_b = TensorDigest(algorithm=stream_b.digest_algorithm)
     values_a = _read_arrays(reader_a, stream_a, digest_a)
     values_b = _read_arrays(reader_b, stream_b, digest_b)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -158,7 +158,7 @@ def measure_distance(
         cosine = float(square_a == square_b)
     else:
         cosine = dot / (math.sqrt(square_a) * math.sqrt(square_b))
-    digests = (digest_a.hexdigest(), digest_b.hexdigest())
+    digests = (digest_a.text(), digest_b.text())
     return Distance(max_abs, total_abs / max(count, 1), cosine, digests)
 
 

@@ -17,6 +17,7 @@ from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import NullProgress
 from prepcli.engine.background_sync import SyncPoint
 from prepcli.engine.blobs import open_blobs
+from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import RunReader
 from prepcli.engine.object_assembler import make_object_budget
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
@@ -296,7 +297,7 @@ class BucketRun(ConversionRun):
         # Its memory makes room for the checks of the source.
         self._writer = None
 
-    def _add_digest(self, number: int, digest: str) -> None:
+    def _add_digest(self, number: int, digest: StreamDigest) -> None:
         self.integrity.on_digest(number, digest)
         assert self._writer is not None
         self._writer.add_digest(number, digest)

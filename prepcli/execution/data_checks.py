@@ -31,8 +31,8 @@ from prepcli.core.observer import Progress
 from prepcli.engine.background_sync import StreamPrefix
 from prepcli.engine.blobs import DerivedArrays, open_blobs
 from prepcli.engine.budget import Budget
-from prepcli.engine.casts import CastCounts, LowRankUpdate, max_finite, parse_stream_digest
-from prepcli.engine.digest import TensorDigest
+from prepcli.engine.casts import LowRankUpdate, max_finite
+from prepcli.engine.digest import CastCounts, StreamDigest, TensorDigest
 from prepcli.engine.files import Files, RunReader
 from prepcli.engine.pipeline import Pipeline
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
@@ -150,18 +150,17 @@ class IntegrityChecker:
         self._recorded = RecordedDigests(source)
         self._digests: dict[tuple[str, tuple[int, int]], str] = {}
 
-    def on_digest(self, number: int, digest_text: str) -> None:
-        """Check the digest of a complete stream.
+    def on_digest(self, number: int, stream_digest: StreamDigest) -> None:
+        """Check the digests of a complete stream.
 
         Args:
             number: Number of the stream in the plan.
-            digest_text: Digest and cast counts of the stream, as the pipeline writes them.
+            stream_digest: Its digests, and the counts of its cast.
 
         Raises:
             PrepError: The digest differs from the recorded one or from the tied tensor's, or the cast overflowed.
         """
         stream = self._plan.streams[number]
-        stream_digest = parse_stream_digest(digest_text)
         digest = stream_digest.read
         self._check_overflow(stream, stream_digest.counts)
         expected = self._recorded.find(stream)
@@ -274,13 +273,15 @@ class StreamReader:
 
     def digest_written_streams(
         self, stream_numbers: Iterable[int], written: RunReader
-    ) -> dict[int, str]:
-        """Read streams back from the data files. Return the digest of each, over its bytes in tensor order."""
+    ) -> dict[int, StreamDigest]:
+        """Read streams back from the data files. Return the digests of each, over its bytes in tensor order."""
         streams = {number: readback_stream(self.streams[number]) for number in stream_numbers}
         return self.digest_streams(streams, written)
 
-    def digest_streams(self, streams: Mapping[int, Stream], files: RunReader) -> dict[int, str]:
-        """Read streams, given by number. Return the digest of each."""
+    def digest_streams(
+        self, streams: Mapping[int, Stream], files: RunReader
+    ) -> dict[int, StreamDigest]:
+        """Read streams, given by number. Return the digests of each."""
         self.progress.begin(CHECK_TASK, sum(stream.nbytes for stream in streams.values()))
         try:
             outcome = Pipeline(
@@ -298,12 +299,12 @@ class StreamReader:
         # A prefix counts bytes as read. Its digest is of the bytes as written.
         num_values = prefix.nbytes // itemsize(stream.dtype)
         end = readback.byte_range[0] + num_values * itemsize(stream.written_dtype)
-        state = TensorDigest()
+        state = TensorDigest(algorithm=stream.digest_algorithm)
         for start, data in read_values(written, readback, buffers=allocate_run_buffers()):
             state.update(data[: max(0, end - start)].data)
             if start + data.size >= end:
                 break
-        return state.hexdigest() == prefix.digest
+        return state.text() == prefix.digest
 
 
 def readback_stream(stream: Stream) -> Stream:
@@ -317,7 +318,9 @@ def readback_stream(stream: Stream) -> Stream:
     )
 
 
-def find_damaged(reader: StreamReader, digests: Mapping[int, str], written: RunReader) -> set[int]:
+def find_damaged(
+    reader: StreamReader, digests: Mapping[int, StreamDigest], written: RunReader
+) -> set[int]:
     """Return the numbers of complete streams with other digests in the data files."""
     numbers: list[int] = []
     for number in digests:
@@ -326,12 +329,14 @@ def find_damaged(reader: StreamReader, digests: Mapping[int, str], written: RunR
             numbers.append(number)
     damaged: set[int] = set()
     for number, digest in reader.digest_written_streams(numbers, written).items():
-        if digest != parse_stream_digest(digests[number]).written:
+        if digest.read != digests[number].written:
             damaged.add(number)
     return damaged
 
 
-def find_outdated(reader: StreamReader, digests: Mapping[int, str], *, source: Source) -> set[int]:
+def find_outdated(
+    reader: StreamReader, digests: Mapping[int, StreamDigest], *, source: Source
+) -> set[int]:
     """Return the numbers of streams with other digests in the source."""
     streams: dict[int, Stream] = {}
     for number in digests:
@@ -342,7 +347,7 @@ def find_outdated(reader: StreamReader, digests: Mapping[int, str], *, source: S
         found = reader.digest_streams(streams, opened)
     outdated: set[int] = set()
     for number, digest in found.items():
-        if digest != parse_stream_digest(digests[number]).read:
+        if digest.read != digests[number].read:
             outdated.add(number)
     return outdated
 
@@ -365,7 +370,7 @@ def zero_gaps(plan: Plan, files: Sequence[Path]) -> None:
 
 
 def check_data_files(
-    plan: Plan, files: Sequence[Path], *, digests: Mapping[int, str], reader: StreamReader
+    plan: Plan, files: Sequence[Path], *, digests: Mapping[int, StreamDigest], reader: StreamReader
 ) -> None:
     """Check the sizes of the data files, and read streams next to holes back.
 
@@ -387,7 +392,7 @@ def check_data_files(
             holes.setdefault(number, []).append(span)
     if not holes:
         return
-    touched: dict[int, str] = {}
+    touched: dict[int, StreamDigest] = {}
     for number, digest in digests.items():
         for file, low, high in stream_write_spans(plan.streams[number]):
             if any(low < stop and start < high for start, stop in holes.get(file, ())):

@@ -18,11 +18,10 @@ import numpy.typing as npt
 import xxhash
 
 from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, PrepError
-from prepcli.engine.casts import Scale, parse_stream_digest, report_casts
+from prepcli.engine.casts import Scale, report_casts
 from prepcli.engine.checksum_recorder import ChecksumArray, compute_unknown
 from prepcli.engine.digest import (
-    UNNAMED_ALGORITHM,
-    TensorDigest,
+    StreamDigest,
     record_digest,
     record_digest_of_pieces,
 )
@@ -75,7 +74,7 @@ def finalize_folder(
     *,
     metadata: dict[str, bytes],
     run_identity: dict[str, object],
-    digests: Mapping[int, str],
+    digests: Mapping[int, StreamDigest],
     sums: ChecksumArray,
     compressed: CompressedChunks | None = None,
 ) -> Manifest:
@@ -125,7 +124,7 @@ def write_last_files(
     metadata: dict[str, bytes],
     run_identity: dict[str, object],
     *,
-    digests: Mapping[int, str],
+    digests: Mapping[int, StreamDigest],
     sums: ChecksumArray,
     put: Callable[[str, bytes], object],
     copy: Callable[[str, SmallFile], FileRecord] | None = None,
@@ -379,14 +378,12 @@ def raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:
 
 
 def build_manifest(
-    plan: Plan, run_identity: dict[str, object], digests: Mapping[int, str]
+    plan: Plan, run_identity: dict[str, object], digests: Mapping[int, StreamDigest]
 ) -> Manifest:
     """Return the manifest without the records of output files."""
     source = {"name": plan.source_name, "files": [asdict(file) for file in plan.source_files]}
     manifest = Manifest() | run_identity | Manifest(command=plan.command, source=source)
     manifest |= plan.settings
-    if TensorDigest.algorithm != UNNAMED_ALGORITHM:
-        manifest |= Manifest(tensor_digest=TensorDigest.algorithm)
     if casts := report_casts(plan.streams, digests):
         manifest |= Manifest(casts=casts)
     if scales := _scale_records(plan, digests):
@@ -421,7 +418,7 @@ def _dropped_records(plan: Plan) -> list[Mapping[str, object]]:
     return dropped
 
 
-def _scale_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, ScaleRecord]:
+def _scale_records(plan: Plan, digests: Mapping[int, StreamDigest]) -> dict[str, ScaleRecord]:
     """Return the records of the scales of a layout, by the name of the tensor."""
     records: dict[str, ScaleRecord] = {}
     for stream in plan.streams:
@@ -439,13 +436,13 @@ def _scale_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, ScaleRec
         if record is None:
             continue
         # The embedding has a stream of its tokens, and one of its padding.
-        stream_digest = parse_stream_digest(digests[number])
+        stream_digest = digests[number]
         record.setdefault("digests", []).append((*stream.rows, stream_digest.written))
         record["lost"] += stream_digest.lost
     return records
 
 
-def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> Manifest:
+def _tensor_records(plan: Plan, digests: Mapping[int, StreamDigest]) -> Manifest:
     """Return the manifest's records of the written tensors: shape, dtype and digests by row range.
 
     Records of a training state are grouped by slot. Leaves outside of slots are under `others`.
@@ -476,8 +473,7 @@ def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> Manifest:
         record = records.setdefault(
             name, {"dtype": stream.written_dtype, "shape": stream.shape, "digests": []}
         )
-        recorded_digest = parse_stream_digest(digests[number]).recorded
-        record["digests"].append((*stream.rows, recorded_digest))
+        record["digests"].append((*stream.rows, digests[number].recorded))
         if stream.shape:
             # The streams of a tensor come in the order of their rows, so the last one ends with its last row.
             record["shape"] = (stream.rows[1], *stream.shape[1:])

@@ -19,6 +19,7 @@ from prepcli.engine.background_sync import StreamPrefix, SyncPoint
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checksum_recorder import ChecksumRecorder
+from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import Files, RunReader
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.execution.data_checks import (
@@ -229,7 +230,7 @@ class FolderRun(ConversionRun):
         if touched:
             names = ", ".join(path.name for path in touched)
             self.say(f"{names} may have changed since {self.store.name} was started: comparing")
-        digests: dict[int, str] = {}
+        digests: dict[int, StreamDigest] = {}
         for note in batch.values():
             digests |= note.digests
         with self.open_written(folder, batch) as written:
@@ -272,7 +273,7 @@ class FolderRun(ConversionRun):
         self, folder: str, batch: Mapping[int, UnitNote], written: RunReader
     ) -> set[int]:
         """Return the noted streams whose written bytes differ from their notes."""
-        digests: dict[int, str] = {}
+        digests: dict[int, StreamDigest] = {}
         for note in batch.values():
             digests |= note.digests
         return find_damaged(self.readback, digests, written)
@@ -336,7 +337,7 @@ class FolderRun(ConversionRun):
         """Make the note of a unit, to be written after the next sync."""
         blocks = self.recorder.take_new()
         sums = self.recorder.sums[blocks.astype(np.int64)]
-        digests: dict[int, str] = {}
+        digests: dict[int, StreamDigest] = {}
         for stream in self.units[number].streams:
             if self.plan.streams[stream].nbytes and stream in self._digests:
                 digests[stream] = self._digests[stream]
@@ -349,7 +350,9 @@ class FolderRun(ConversionRun):
         if part and self.units[part.unit].nbytes >= LARGE_UNIT_NBYTES:
             self.write_note(PART_FOLDER, part.unit, self._part_note(part.digests, part.prefix))
 
-    def _part_note(self, digests: Mapping[int, str], prefix: StreamPrefix | None) -> UnitNote:
+    def _part_note(
+        self, digests: Mapping[int, StreamDigest], prefix: StreamPrefix | None
+    ) -> UnitNote:
         """Return the note of the durable part of a unit."""
         # Without checksums: the next process may write other values to a part of a block. Blocks without a checksum
         # are read back before the publication.
@@ -400,7 +403,7 @@ class FolderRun(ConversionRun):
         """Return the locations of compressed chunks, or None if the chunks are raw."""
         return None
 
-    def check_data(self, digests: Mapping[int, str]) -> None:
+    def check_data(self, digests: Mapping[int, StreamDigest]) -> None:
         """Raise PrepError if another program has changed the data files.
 
         Args:

@@ -15,6 +15,7 @@ import numpy as np
 
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.checksum_recorder import ChecksumRecorder
+from prepcli.engine.digest import StreamDigest
 from prepcli.engine.object_assembler import ObjectAssembler, Piece, PieceLimits
 from prepcli.execution.finalize import output_path
 from prepcli.execution.run_store import UnitNote
@@ -70,7 +71,7 @@ class ObjectWriter:
         self._unit_of_file: dict[int, int] = {}
         self._unit_of_stream: dict[int, int] = {}
         self._objects: dict[int, list[RemoteFile]] = {}
-        self._digests: dict[int, dict[int, str]] = {}
+        self._digests: dict[int, dict[int, StreamDigest]] = {}
         self._num_pending: dict[int, int] = {}
         # The pipeline digests in one thread, and pieces are sent in others.
         self._lock = threading.Lock()
@@ -163,8 +164,8 @@ class ObjectWriter:
             self._objects[number].append(sent)
         self._count_part(number)
 
-    def add_digest(self, stream: int, digest: str) -> None:
-        """Add the digest of a stream of the plan."""
+    def add_digest(self, stream: int, digest: StreamDigest) -> None:
+        """Add the digests of a stream of the plan."""
         number = self._unit_of_stream[stream]
         with self._lock:
             self._digests[number][stream] = digest

@@ -24,6 +24,7 @@ from prepcli.algebra.grids import Chunks, FilePosition
 from prepcli.core.errors import PrepError
 from prepcli.engine.background_sync import SYNC_INTERVAL_S
 from prepcli.engine.checksum_recorder import compute_unknown
+from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import Files, RunReader, allocate
 from prepcli.engine.pipeline import MOST_UNSYNCED_NBYTES, PipelineUnit
 from prepcli.execution.data_checks import changed_error, file_holes
@@ -326,7 +327,7 @@ class PackedFolderRun(FolderRun):
         paths = [_packed_path(file) for file in range(len(plan.files))]
         return locate_chunks(raw_chunks(plan.leaves), lengths, paths, chunk_paths)
 
-    def check_data(self, digests: Mapping[int, str]) -> None:
+    def check_data(self, digests: Mapping[int, StreamDigest]) -> None:
         """Raise PrepError if another program has changed the output files. See `FolderRun.check_data`."""
         for note in self.notes.values():
             for file, lengths in note.lengths.items():

@@ -22,7 +22,7 @@ from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.json_values import JsonObject
 from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.engine.budget import Budget, anonymous_nbytes
-from prepcli.engine.digest import record_digest, record_digest_of_pieces
+from prepcli.engine.digest import StreamDigest, record_digest, record_digest_of_pieces
 from prepcli.engine.pipeline import ConversionResult, PipelineUnit
 from prepcli.execution.data_checks import (
     IntegrityChecker,
@@ -383,7 +383,7 @@ class ConversionRun(ABC):
     def _check_own_units(self) -> None:
         """Raise PrepError if the source has changed while this process read it. Its notes are then deleted."""
         own = [number for number, note in self.notes.items() if note.writer == self.writer]
-        digests: dict[int, str] = {}
+        digests: dict[int, StreamDigest] = {}
         for number in own:
             digests |= self.notes[number].digests
         try:
@@ -408,7 +408,10 @@ class ConversionRun(ABC):
         return list(self.source.files)
 
     def check_source(
-        self, digests: Mapping[int, str], baseline: SourceState, notes: Iterable[UnitNote] = ()
+        self,
+        digests: Mapping[int, StreamDigest],
+        baseline: SourceState,
+        notes: Iterable[UnitNote] = (),
     ) -> None:
         """Raise PrepError if the source has changed since it was read.
 

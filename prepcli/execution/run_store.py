@@ -43,7 +43,7 @@ from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.json_values import JsonObject, load_json
 from prepcli.engine.background_sync import StreamPrefix
 from prepcli.engine.checksum_recorder import ChecksumArray
-from prepcli.engine.digest import CHECKSUM_DTYPE, EMPTY_TENSOR_DIGEST, record_digest
+from prepcli.engine.digest import CHECKSUM_DTYPE, StreamDigest, record_digest
 from prepcli.planning.plan import Plan
 from prepcli.stores.byte_ranges import RemoteFile
 
@@ -169,7 +169,7 @@ class UnitNote:
         nbytes: Number of durable bytes, as they are read.
     """
 
-    digests: Mapping[int, str]
+    digests: Mapping[int, StreamDigest]
     blocks: ChecksumArray = field(default_factory=lambda: _NO_NUMBERS)
     sums: ChecksumArray = field(default_factory=lambda: _NO_NUMBERS)
     session: str = ""
@@ -193,7 +193,7 @@ class UnitNote:
             "writer": self.writer,
             "source": self.source,
             "objects": [[file.path, file.size, file.digest] for file in self.objects],
-            "digests": dict(self.digests),
+            "digests": {number: digest.encode() for number, digest in self.digests.items()},
             "checksums": base64.b64encode(known.tobytes()).decode(),
             "lengths": dict(self.lengths),
             "nbytes": self.nbytes,
@@ -227,7 +227,7 @@ class UnitNote:
                     known = np.frombuffer(base64.b64decode(checksums), CHECKSUM_DTYPE)
                     blocks, sums = known.reshape(2, -1)
                     return UnitNote(
-                        {int(number): str(text) for number, text in digests.items()},
+                        _parse_digests(digests),
                         blocks,
                         sums,
                         session,
@@ -241,6 +241,13 @@ class UnitNote:
         except ValueError:
             pass
         return None
+
+
+def _parse_digests(entries: Mapping[str, object]) -> dict[int, StreamDigest]:
+    digests: dict[int, StreamDigest] = {}
+    for number, word in entries.items():
+        digests[int(number)] = StreamDigest.decode(str(word))
+    return digests
 
 
 def _parse_object(entry: object) -> RemoteFile:
@@ -257,12 +264,12 @@ def _parse_lengths(entry: object) -> list[int]:
     raise ValueError("it has invalid lengths")
 
 
-def all_digests(plan: Plan, notes: Collection[UnitNote]) -> dict[int, str]:
+def all_digests(plan: Plan, notes: Collection[UnitNote]) -> dict[int, StreamDigest]:
     """Return the digests of all streams of a plan, by number, from the notes of all units."""
-    digests: dict[int, str] = {}
+    digests: dict[int, StreamDigest] = {}
     for number, stream in enumerate(plan.streams):
         if not stream.nbytes:
-            digests[number] = EMPTY_TENSOR_DIGEST
+            digests[number] = StreamDigest.of_empty(stream.digest_algorithm)
     for note in notes:
         digests |= note.digests
     return digests

@@ -26,6 +26,7 @@ from prepcli.core.errors import Option, PrepError, text
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.checkpoint_store import HostLeaf, HostLeafReader, HostShard
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
+from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.execution.bucket_store import NUM_THREADS
@@ -279,11 +280,11 @@ class BucketStep:
         """The plan of the step, with a data file for each process."""
         return self.files.plan
 
-    def write_own(self, checksums: ChecksumRecorder) -> Mapping[int, str]:
+    def write_own(self, checksums: ChecksumRecorder) -> Mapping[int, StreamDigest]:
         """Upload the chunks of this process. See `StepOutput.write_own`."""
         # Objects are visible at once, but no reader opens a step without its manifest.
         file = self.plan.files[self.save.group.index]
-        digests: dict[int, str] = {}
+        digests: dict[int, StreamDigest] = {}
         pieces = self._data_file_pieces(checksums, digests)
         if file.size:
             num_parts = min(MAX_PARTS_IN_FLIGHT, PARTS_NBYTES // part_nbytes(file.size))
@@ -297,7 +298,7 @@ class BucketStep:
         return digests
 
     def _data_file_pieces(
-        self, checksums: ChecksumRecorder, digests: dict[int, str]
+        self, checksums: ChecksumRecorder, digests: dict[int, StreamDigest]
     ) -> Iterator[bytes | memoryview]:
         """Yield the bytes of this process's data file, in order.
 
@@ -319,8 +320,10 @@ class BucketStep:
             if group.owner == index:
                 digests |= self._digest_group(group, shards)
 
-    def _digest_group(self, group: LeafGroup, shards: Mapping[str, Shards]) -> dict[int, str]:
-        """Return the digest of each tensor in a group of leaves. This process must have all shards of the group."""
+    def _digest_group(
+        self, group: LeafGroup, shards: Mapping[str, Shards]
+    ) -> dict[int, StreamDigest]:
+        """Return the digests of each tensor in a group of leaves. This process must have all shards of the group."""
         # Streams refer to leaves by position, so all leaves are passed. Only the group's are read.
         leaves: list[HostLeaf] = []
         for name, leaf in self.save.leaves.items():
@@ -368,7 +371,7 @@ class BucketStep:
         return contents
 
     def publish(
-        self, identity: dict[str, object], digests: Mapping[int, str], sums: ChecksumArray
+        self, identity: dict[str, object], digests: Mapping[int, StreamDigest], sums: ChecksumArray
     ) -> None:
         """Upload the index, the settings and the checksums, then the manifest."""
         # Another start of the recipe may have taken the lock over. It deletes the objects of

@@ -19,6 +19,7 @@ from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeafReader, write_shards
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
+from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import Pipeline
 from prepcli.execution.finalize import encode_metadata, finalize_folder
@@ -229,7 +230,7 @@ class FolderStep:
         """Return all streams, or none if one process writes the step."""
         return range(len(self.plan.streams)) if self.save.group.count > 1 else ()
 
-    def write_own(self, checksums: ChecksumRecorder) -> Mapping[int, str]:
+    def write_own(self, checksums: ChecksumRecorder) -> Mapping[int, StreamDigest]:
         """Write the shards of this process. See `StepOutput.write_own`."""
         group = self.save.group
         folder = self.store.folder
@@ -271,7 +272,7 @@ class FolderStep:
         return [self.store.read(f"{NOTE_STEM}-{index}") for index in indices]
 
     def publish(
-        self, identity: dict[str, object], digests: Mapping[int, str], sums: ChecksumArray
+        self, identity: dict[str, object], digests: Mapping[int, StreamDigest], sums: ChecksumArray
     ) -> None:
         """Write all other files, and rename the folder."""
         finalize_folder(

@@ -28,6 +28,7 @@ from prepcli.core.process_group import ProcessGroup
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeaf
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
+from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import RunReader
 from prepcli.execution.data_checks import StreamReader
 from prepcli.execution.run import digest_plan, make_run_identity
@@ -177,7 +178,7 @@ class StepOutput(Protocol):
         """Return the streams without a digest after `write_own`, equal in all processes."""
         ...
 
-    def write_own(self, checksums: ChecksumRecorder) -> Mapping[int, str]:
+    def write_own(self, checksums: ChecksumRecorder) -> Mapping[int, StreamDigest]:
         """Write the shards of this process durably. Return the digests of its whole tensors."""
         ...
 
@@ -194,7 +195,7 @@ class StepOutput(Protocol):
         ...
 
     def publish(
-        self, identity: dict[str, object], digests: Mapping[int, str], sums: ChecksumArray
+        self, identity: dict[str, object], digests: Mapping[int, StreamDigest], sums: ChecksumArray
     ) -> None:
         """Write all other files, and make the step visible."""
         ...

@@ -20,7 +20,8 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from prepcli.core.errors import Command, DamagedError, text
-from prepcli.engine.digest import EMPTY_TENSOR_DIGEST, TensorDigest
+from prepcli.engine.digest import ALGORITHMS, digest_pattern
+from prepcli.planning.tensors import DEFAULT_DIGEST
 from prepcli.stores.files import read_small_file
 from prepcli.stores.paths import AnyPath
 
@@ -28,8 +29,8 @@ from prepcli.stores.paths import AnyPath
 MAX_LOCK_NBYTES = 256 << 20
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Digest = Annotated[str, Field(pattern=f"^[0-9a-f]{{{len(EMPTY_TENSOR_DIGEST)}}}$")]
-TensorAlgorithm = Annotated[str, Field(pattern=f"^{TensorDigest.algorithm}$")]
+Digest = Annotated[str, Field(pattern=digest_pattern())]
+TensorAlgorithm = Annotated[str, Field(pattern="|".join(f"^{name}$" for name in ALGORITHMS))]
 
 STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -78,7 +79,7 @@ class Algorithms(BaseModel):
     model_config = STRICT
 
     files: Literal["sha256"] = "sha256"
-    tensors: TensorAlgorithm = TensorDigest.algorithm
+    tensors: TensorAlgorithm = DEFAULT_DIGEST
 
 
 class Lock(BaseModel):

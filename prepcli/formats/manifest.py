@@ -28,7 +28,7 @@ from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import find_type_fault, load_json, quote_name
-from prepcli.engine.digest import UNNAMED_ALGORITHM, TensorDigest, record_digest
+from prepcli.engine.digest import ALGORITHMS, record_digest
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.formats.orbax import MODEL_ITEMS, find_item
 from prepcli.planning.item_storage import LEVANTER_METADATA_FILE, METADATA_FILE, ZARR2, ZARR3
@@ -166,9 +166,12 @@ def parse_manifest(path: AnyPath, data: bytes) -> Manifest:
     manifest = Manifest(**fields)
     if fault := find_type_fault(fields, Manifest) or _find_fault(manifest):
         raise DamagedError(f"{path} is broken", fault, GET_AGAIN_HINT)
-    algorithm = manifest.tensor_digest or UNNAMED_ALGORITHM
-    if algorithm != TensorDigest.algorithm:
-        why = f"its `tensor_digest` is {quote_name(algorithm)}, this version of prep computes {TensorDigest.algorithm}"
+    algorithm = manifest.tensor_digest
+    if algorithm not in ALGORITHMS:
+        known = " and ".join(ALGORITHMS)
+        why = (
+            f"its `tensor_digest` is {quote_name(algorithm)}, this version of prep computes {known}"
+        )
         what = f"{path} has digests of an unsupported algorithm"
         raise PrepError(what, why, VERSION_HINT)
     return manifest

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NotRequired, TypedDict
 
 from prepcli.core.json_values import HFConfig, JsonRecord, JsonValue, Lenient, Omittable
-from prepcli.planning.tensors import CastEntry
+from prepcli.planning.tensors import DEFAULT_DIGEST, CastEntry
 
 # Rules of dropped rows of padding. They are in no model.
 PADDING_RULE = "padding taken off"
@@ -219,8 +219,8 @@ class PrepFields(JsonRecord):
     tensors: TensorRecords = NOTHING
     slots: Mapping[str, TensorRecords] = NOTHING
     others: TensorRecords = NOTHING
-    # Algorithm of the digests of tensors. Omitted for XXH3-128.
-    tensor_digest: Omittable[str] = None
+    # Algorithm of the digests of tensors. See `engine.digest`.
+    tensor_digest: str = DEFAULT_DIGEST
     # In the order of their checksums.
     leaves: Mapping[str, LeafRecord] = NOTHING
     # Method and level of compression, e.g. `zstd:3`, and the stored size of each compressed data file.

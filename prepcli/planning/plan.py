@@ -24,7 +24,7 @@ from prepcli.core.formatting import count_text
 from prepcli.planning.arrays import Array, Locations, MappedArray
 from prepcli.planning.item_storage import Compression, ItemStorage, recorded_storage
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.tensors import itemsize
+from prepcli.planning.tensors import DEFAULT_DIGEST, itemsize
 
 # Classes with a text of their own. A tensor that is a whole array, a view or a part of an array has the name that its
 # class had in the first release.
@@ -81,6 +81,7 @@ class Stream:
         reads: Where the rows are read, or empty if they are filled.
         writes: Where the rows are written, or empty if they are only digested.
         operations: Steps from the values read to the values written, in order. Empty to keep the values.
+        digest_algorithm: Algorithm of its digest. An output has one.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Stream:
     reads: Locations
     writes: Locations
     operations: tuple[ValueOperation, ...] = field(default=(), repr=False)
+    digest_algorithm: str = field(default=DEFAULT_DIGEST, repr=False)
 
     @property
     def is_generated(self) -> bool:
@@ -473,6 +475,8 @@ def encode_text(value: Any, axis_map_texts: dict[int, str] | None = None) -> str
         texts = {"fill": "None", "cast": "''"}
         for operation in value.operations:
             texts |= operation.encode(value)
+        if value.digest_algorithm != DEFAULT_DIGEST:
+            texts["digest"] = repr(value.digest_algorithm)
         field_texts += [f"{name}={text}" for name, text in texts.items()]
     text = f"{NAMES[type(value)][0]}({', '.join(field_texts)})"
     if type(value) is AxisMap:

@@ -42,6 +42,8 @@ CastEntry = TypedDict(
         "worst": NotRequired[float],
     },
 )
+# Algorithm of the digests of tensors in a manifest that names none.
+DEFAULT_DIGEST = "xxh3-128"
 PARAMS = "params"
 OPT_STATE = "opt_state"
 # Tree of the tensors of a multimodal model outside of its text part.

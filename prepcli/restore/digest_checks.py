@@ -12,8 +12,8 @@ from prepcli.core.formatting import format_bytes
 from prepcli.core.observer import NullProgress, Observer, Progress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
-from prepcli.engine.casts import parse_stream_digest, value_operations
-from prepcli.engine.digest import record_digest_of_pieces
+from prepcli.engine.casts import value_operations
+from prepcli.engine.digest import StreamDigest, algorithm_of, record_digest_of_pieces
 from prepcli.engine.pipeline import Pipeline
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import NO_MANIFEST, RECREATE_HINT, again_hint
@@ -21,7 +21,7 @@ from prepcli.planning.arrays import location_copies
 from prepcli.planning.libraries import LayoutScale, recorded_scale
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Stream
-from prepcli.planning.tensors import qualify, split_name
+from prepcli.planning.tensors import DEFAULT_DIGEST, qualify, split_name
 from prepcli.sources.source import (
     Source,
     SourceTensor,
@@ -72,9 +72,20 @@ def num_rows(tensor: SourceTensor) -> int:
     return tensor.shape[0] if tensor.shape else 1
 
 
-def row_stream(tensor: SourceTensor, rows: Range) -> Stream:
-    """Return a read-only stream of rows of a tensor."""
-    return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
+def row_stream(tensor: SourceTensor, rows: Range, algorithm: str = DEFAULT_DIGEST) -> Stream:
+    """Return a read-only stream of rows of a tensor, with a digest of this algorithm."""
+    place = tensor.placement
+    return Stream(
+        tensor.name, tensor.dtype, tensor.shape, rows, place, (), digest_algorithm=algorithm
+    )
+
+
+def recorded_streams(tensor: SourceTensor) -> list[Stream]:
+    """Return a read-only stream of each range of rows with a recorded digest, with the algorithm of that digest."""
+    streams: list[Stream] = []
+    for low, high, digest in tensor.digests:
+        streams.append(row_stream(tensor, (low, high), algorithm_of(digest)))
+    return streams
 
 
 def check_tensors(
@@ -89,13 +100,12 @@ def check_tensors(
     pieces: list[tuple[SourceTensor, str]] = []
     streams: list[Stream] = []
     for tensor in tensors:
-        for low, high, digest in tensor.digests:
-            pieces.append((tensor, digest))
-            streams.append(row_stream(tensor, (low, high)))
+        pieces += [(tensor, digest) for _, _, digest in tensor.digests]
+        streams += recorded_streams(tensor)
 
-    def compare(number: int, computed_digest: str) -> None:
+    def compare(number: int, computed: StreamDigest) -> None:
         tensor, recorded_digest = pieces[number]
-        if computed_digest != recorded_digest:
+        if computed.read != recorded_digest:
             raise damaged_error(source, tensor, hint)
 
     _digest_streams(source, streams, memory_nbytes, progress, CHECK_TASK, on_digest=compare)
@@ -112,8 +122,11 @@ class RecordedDigests:
                 self._digests[tensor.name, tensor.shape[1:], (first, stop)] = digest
 
     def find(self, stream: Stream) -> str | None:
-        """Return the digest of the bytes of a stream, or None if none covers exactly its rows and columns."""
-        return self._digests.get((stream.name, stream.shape[1:], stream.rows))
+        """Return the digest of the bytes of a stream, or None if none of its algorithm covers its rows and columns."""
+        digest = self._digests.get((stream.name, stream.shape[1:], stream.rows))
+        if digest is None or algorithm_of(digest) != stream.digest_algorithm:
+            return None
+        return digest
 
     def compare(self, stream: Stream, digest: str) -> None:
         """Raise DamagedError if the bytes of a stream have another digest than the recorded one."""
@@ -170,22 +183,6 @@ def check_after_reading(
     check_before_reading(source, streams, memory_nbytes, progress)
 
 
-def tensor_digests(
-    source: Source,
-    pieces: Sequence[tuple[SourceTensor, Range]],
-    memory_nbytes: int,
-    *,
-    progress: Progress,
-    task: str,
-    is_checked: bool = True,
-) -> list[str]:
-    """Return the digest of each range of rows, read within the memory limit."""
-    streams = [row_stream(tensor, rows) for tensor, rows in pieces]
-    return stream_digests(
-        source, streams, memory_nbytes, progress=progress, task=task, is_checked=is_checked
-    )
-
-
 def stream_digests(
     source: Source,
     streams: Sequence[Stream],
@@ -194,17 +191,26 @@ def stream_digests(
     progress: Progress,
     task: str,
     is_checked: bool = True,
-) -> list[str]:
-    """Return the digest of each stream, read within the memory limit.
+) -> list[StreamDigest]:
+    """Return the digests of each stream, read within the memory limit.
 
-    The digest of a cast stream is the text of a `StreamDigest`. The arguments are as for `tensor_digests`.
+    Args:
+        source: The source of the streams.
+        streams: Read-only streams.
+        memory_nbytes: Limit of the memory.
+        progress: Receives the number of read bytes.
+        task: Name of the task of the progress.
+        is_checked: Whether the tensors are compared with their recorded digests.
+
+    Raises:
+        DamagedError: A tensor differs from its recorded digest.
     """
     if not streams:
         return []
     recorded = RecordedDigests(source)
 
-    def compare(number: int, digest_text: str) -> None:
-        recorded.compare(streams[number], parse_stream_digest(digest_text).read)
+    def compare(number: int, digest: StreamDigest) -> None:
+        recorded.compare(streams[number], digest.read)
 
     if is_checked:
         check_before_reading(source, streams, memory_nbytes, progress)
@@ -213,7 +219,7 @@ def stream_digests(
     return [digests[number] for number in range(len(streams))]
 
 
-def _ignore_digest(number: int, digest: str) -> None:
+def _ignore_digest(number: int, digest: StreamDigest) -> None:
     """Do nothing with the digest of a stream."""
 
 
@@ -242,7 +248,7 @@ def _sample_digest(source: Source, tensors: Iterable[SourceTensor]) -> str:
     digests = _digest_streams(source, streams, SAMPLE_MEMORY_NBYTES, NullProgress(), "sample")
     lines: list[bytes] = []
     for number, tensor in enumerate(tensors):
-        lines.append(f"{tensor.name} {tensor.dtype} {digests[number]}\n".encode())
+        lines.append(f"{tensor.name} {tensor.dtype} {digests[number].read}\n".encode())
     return record_digest_of_pieces(lines)
 
 
@@ -253,8 +259,8 @@ def _digest_streams(
     progress: Progress,
     task: str,
     *,
-    on_digest: Callable[[int, str], None] = _ignore_digest,
-) -> dict[int, str]:
+    on_digest: Callable[[int, StreamDigest], None] = _ignore_digest,
+) -> dict[int, StreamDigest]:
     """Read streams as a task of the progress, and return their digests, by stream number. See `Pipeline.run`."""
     budget = make_budget(memory_nbytes)
     progress.begin(task, sum(stream.nbytes for stream in streams))

@@ -14,7 +14,7 @@ from prepcli.core.formatting import count_text
 from prepcli.core.observer import NullProgress
 from prepcli.engine import checkpoint_store
 from prepcli.engine.blobs import DerivedArrays, open_blobs
-from prepcli.engine.digest import TensorDigest
+from prepcli.engine.digest import TensorDigest, algorithm_of
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import compare_streams, read_values
 from prepcli.formats.manifest import NO_MANIFEST, RECREATE_HINT
@@ -224,7 +224,7 @@ class WeightsReader(BoxReader):
             read_half, ordered_half = split_buffer(buffer)
             buffers = (read_half[:PIECE_NBYTES], ordered_half[:PIECE_NBYTES])
             for rows, recorded_digest in _digested_rows(tensor):
-                digest = TensorDigest()
+                digest = TensorDigest(algorithm=algorithm_of(recorded_digest))
                 stream = Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
                 for start, run in read_values(self._files, stream, buffers=buffers):
                     digest.update(run.data)
@@ -240,7 +240,7 @@ class WeightsReader(BoxReader):
                         for target in job.targets:
                             target.fill(window, values[filled : filled + count])
                         filled += count
-                if recorded_digest and digest.hexdigest() != recorded_digest:
+                if recorded_digest and digest.text() != recorded_digest:
                     raise damaged_error(self.source, tensor, RECREATE_HINT)
             return tensor.nbytes
         try:

@@ -18,7 +18,7 @@ import numpy as np
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, Key, Option, PrepError, text
 from prepcli.core.json_values import HFConfig, quote_name
 from prepcli.engine.blobs import MemoryBlob, open_blobs
-from prepcli.engine.digest import TensorDigest, record_digest
+from prepcli.engine.digest import TensorDigest, algorithm_of, record_digest
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.formats.manifest import NO_MANIFEST
@@ -219,7 +219,7 @@ def read_small_tensors(source: Source, tensors: Sequence[SourceTensor]) -> list[
             pieces = [bytes(data) for _, data in read_values(files, stream, buffers=buffers)]
             contents.append(b"".join(pieces))
             for _, _, expected in tensor.digests:
-                if TensorDigest(contents[-1]).hexdigest() != expected:
+                if TensorDigest(contents[-1], algorithm_of(expected)).text() != expected:
                     why = f"{tensor.name} differs from its digest"
                     raise DamagedError(f"{source.display_name} is damaged", why, GET_AGAIN_HINT)
     return contents
@@ -300,7 +300,7 @@ def add_training_state(
     tensors: list[SourceTensor] = []
     for number, name in enumerate(counters):
         counter = whole_array(name, "int32", (), (len(blobs), number * values.itemsize))
-        whole = ((0, 1, TensorDigest(values[number].tobytes()).hexdigest()),)
+        whole = ((0, 1, TensorDigest(values[number].tobytes()).text()),)
         tensors.append(SourceTensor(qualify("", name), "int32", (), (counter,), whole))
     return replace(
         source,

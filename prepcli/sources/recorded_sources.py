@@ -15,7 +15,7 @@ from prepcli.core.errors import Command, Option, PrepError, text
 from prepcli.core.formatting import join_names
 from prepcli.core.json_values import quote_name
 from prepcli.core.observer import Progress
-from prepcli.formats.lock_file import Lock, LockedFile, LockedTensor
+from prepcli.formats.lock_file import Algorithms, Lock, LockedFile, LockedTensor
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
@@ -162,10 +162,11 @@ def make_lock(
     *,
     name: str,
     revision: str | None,
+    algorithm: str,
     digests: Mapping[str, RowDigests],
     progress: Progress,
 ) -> Lock:
-    """Return the lock of a source."""
+    """Return the lock of a source, given the algorithm of the digests of its tensors."""
     weights = {_name_in_checkpoint(source, path): path for path in source.files}
     paths = {**settings_files(source), **weights}
     sizes = {name: stat_file(path).st_size for name, path in paths.items()}
@@ -185,7 +186,13 @@ def make_lock(
         tensors[names[tensor.name]] = LockedTensor(
             dtype=tensor.dtype, shape=tensor.shape, digests=digests[tensor.name]
         )
-    return Lock(source=name, revision=revision, files=files, tensors=tensors)
+    return Lock(
+        source=name,
+        revision=revision,
+        algorithms=Algorithms(tensors=algorithm),
+        files=files,
+        tensors=tensors,
+    )
 
 
 def apply_lock(

@@ -20,7 +20,7 @@ from prepcli.algebra.axis_map import ParsedAxisMap
 from prepcli.core.json_values import HFConfig
 from prepcli.engine.casts import LowRankUpdate, value_operations
 from prepcli.engine.fills import Fill
-from prepcli.formats.manifest import adapter_fields, step_fields
+from prepcli.formats.manifest import NO_MANIFEST, adapter_fields, step_fields
 from prepcli.models.partition import Spec
 from prepcli.planning.arrays import Locations
 from prepcli.planning.item_storage import Compression
@@ -37,6 +37,7 @@ from prepcli.planning.plan import (
 )
 from prepcli.planning.tensors import (
     DECODED,
+    DEFAULT_DIGEST,
     OPT_STATE,
     OPT_STATE_RULE,
     QUANTIZATION,
@@ -503,6 +504,12 @@ def make_plan(draft: Draft, placed: Placed, *, command: str, request: str, name:
                 operations=targets[stream.name].operations(replacement.dtype),
             )
         streams.append(stream)
+    settings = _settings(draft, placed, name)
+    # An output has the algorithm of its source, so that the digests of equal tensors are equal.
+    algorithm = (source.manifest or NO_MANIFEST).tensor_digest
+    if algorithm != DEFAULT_DIGEST:
+        streams = [replace(stream, digest_algorithm=algorithm) for stream in streams]
+        settings |= Manifest(tensor_digest=algorithm)
     return Plan(
         command=command,
         request=request,
@@ -518,7 +525,7 @@ def make_plan(draft: Draft, placed: Placed, *, command: str, request: str, name:
             *draft.left,
         ),
         checks=draft.match.checks,
-        settings=_settings(draft, placed, name),
+        settings=settings,
         display_names=source.display_names(),
         item=placed.folder,
         compression=placed.compression,

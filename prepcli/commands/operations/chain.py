@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Unpack
 
-from prepcli.algebra.boxes import Range
 from prepcli.commands.operations.checkpoint_options import (
     CommonOptions,
     common_options,
@@ -37,20 +36,22 @@ from prepcli.core.errors import (
 from prepcli.core.formatting import count_text, join_names
 from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike, recorded_words
-from prepcli.engine.digest import record_digest_of_pieces, tensor_digest_of_zeros
+from prepcli.engine.digest import algorithm_of, record_digest_of_pieces, tensor_digest_of_zeros
 from prepcli.formats.added_tokens import RECORD_FILE
 from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import NO_MANIFEST, is_settings_file, record_file
 from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
 from prepcli.formats.torch_dcp import METADATA_FILE
 from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import QUANTIZATION, split_name
 from prepcli.restore.digest_checks import (
     num_rows,
+    recorded_streams,
     row_stream,
     sample_digest,
     stored_scale,
-    tensor_digests,
+    stream_digests,
 )
 from prepcli.sources.dropped_tensors import with_recorded_text_part, without_recorded_drops
 from prepcli.sources.locate import LocatedCheckpoint
@@ -224,15 +225,15 @@ class _Walk:
                 self.has_locked_origin = True
                 source = apply_lock(source, self.lock, self.lock_name, commit)
             check_checksum_file(source)
-            pieces: list[tuple[SourceTensor, Range]] = []
+            streams: list[Stream] = []
             for tensor in source.all_tensors:
                 if source.manifest and tensor.nbytes and not tensor.digests:
                     name = source.display_names()[tensor.name]
                     raise DamagedError(f"{name} has rows without a digest", "", GET_AGAIN_HINT)
-                pieces += [(tensor, (low, high)) for low, high, _ in tensor.digests]
-            tensor_digests(
+                streams += recorded_streams(tensor)
+            stream_digests(
                 source,
-                pieces,
+                streams,
                 self.common.memory_nbytes,
                 progress=self.observer.progress(),
                 task=f"verify {source.display_name}",
@@ -363,8 +364,8 @@ class _Link:
     ) -> None:
         """Compare the digests of the tensors.
 
-        Digests that the source does not record are computed from its bytes: for a checkpoint of another program, and
-        for other ranges of rows.
+        Digests that the source does not record are computed from its bytes: for a checkpoint of another program, for
+        other ranges of rows, and for another algorithm.
         """
         if "--ema" in _requested_options(self.output.manifest):
             source = use_averaged_params(source)
@@ -391,23 +392,29 @@ class _Link:
                 is_resized = names[original.name] in dropped
                 self._add_changed_form(tensor, original, is_resized=is_resized)
                 continue
-            recorded = {(low, high): digest for low, high, digest in original.digests}
+            recorded: dict[tuple[int, int, str], str] = {}
+            for low, high, digest in original.digests:
+                recorded[low, high, algorithm_of(digest)] = digest
             for low, high, digest in tensor.digests:
+                key = (low, high, algorithm_of(digest))
                 if low >= num_common:
                     self._compare_new_rows(tensor, low, high, digest)
-                elif (low, high) in recorded or high > num_rows(original):
-                    self._compare_digest(tensor, digest, recorded.get((low, high), ""))
+                elif key in recorded or high > num_rows(original):
+                    self._compare_digest(tensor, digest, recorded.get(key, ""))
                 else:
                     unrecorded.append((tensor, original, low, high, digest))
-        digests = tensor_digests(
+        streams: list[Stream] = []
+        for _, original, low, high, digest in unrecorded:
+            streams.append(row_stream(original, (low, high), algorithm_of(digest)))
+        digests = stream_digests(
             source,
-            [(original, (low, high)) for _, original, low, high, _ in unrecorded],
+            streams,
             memory_nbytes,
             progress=progress,
             task=f"read {source.display_name}",
         )
         for (tensor, *_, digest), source_digest in zip(unrecorded, digests):
-            self._compare_digest(tensor, digest, source_digest)
+            self._compare_digest(tensor, digest, source_digest.read)
         for original in originals.values():
             self._add_missing(original, source, dropped)
         unequal = set[str]().union(*self.changed.values(), *self.differences.values())
@@ -448,7 +455,8 @@ class _Link:
         vocabulary = manifest.vocab or {}
         is_of_tokens = manifest.command == ADD and high <= vocabulary.get("true", 0)
         is_filled = vocabulary.get("init", "zeros") != "zeros"
-        if digest != tensor_digest_of_zeros(row_stream(tensor, (low, high)).nbytes):
+        nbytes = row_stream(tensor, (low, high)).nbytes
+        if digest != tensor_digest_of_zeros(nbytes, algorithm_of(digest)):
             change = NEW_ROWS if is_of_tokens or is_filled else None
             difference = f"rows {low}:{high} are not the recorded padding"
             self._add(_common_name(tensor), change, difference)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Unpack
 
-from prepcli.algebra.boxes import Range
 from prepcli.commands.operations.checkpoint_options import (
     check_result_path,
     common_options,
@@ -33,10 +32,12 @@ from prepcli.execution.data_checks import (
     touched_files,
 )
 from prepcli.formats.lock_file import Lock, encode_lock
-from prepcli.restore.digest_checks import num_rows, tensor_digests
+from prepcli.formats.manifest import NO_MANIFEST
+from prepcli.planning.plan import Stream
+from prepcli.restore.digest_checks import num_rows, recorded_streams, row_stream, stream_digests
 from prepcli.sources.locate import check_stream
 from prepcli.sources.recorded_sources import RowDigests, make_lock, settings_files
-from prepcli.sources.source import Source, SourceTensor
+from prepcli.sources.source import Source
 
 LOCK_SUFFIX = ".lock.json"
 
@@ -97,6 +98,7 @@ def lock(
             # However the path of a folder is spelled, equal content has an equal lock.
             name=name if is_local else source.display_name,
             revision=located.files.commit,
+            algorithm=_algorithm(source),
             digests=_digest_tensors(source, common.memory_nbytes, observer.progress()),
             progress=observer.progress(),
         )
@@ -145,6 +147,11 @@ def _read_unchanged(source: Source, read_content: Callable[[], Lock], observer: 
     return content
 
 
+def _algorithm(source: Source) -> str:
+    """Return the algorithm of the digests of tensors: that of the manifest, so that both are compared."""
+    return (source.manifest or NO_MANIFEST).tensor_digest
+
+
 def _digest_tensors(
     source: Source, memory_nbytes: int, progress: Progress
 ) -> dict[str, RowDigests]:
@@ -159,13 +166,14 @@ def _digest_tensors(
     Raises:
         DamagedError: A digest differs from the one in the manifest.
     """
-    pieces: list[tuple[SourceTensor, Range]] = []
+    streams: list[Stream] = []
     for tensor in source.all_tensors:
-        rows = [(first, stop) for first, stop, _ in tensor.digests]
-        for piece in rows or [(0, num_rows(tensor))]:
-            pieces.append((tensor, piece))
-    computed = tensor_digests(source, pieces, memory_nbytes, progress=progress, task="lock tensors")
+        whole = row_stream(tensor, (0, num_rows(tensor)), _algorithm(source))
+        streams += recorded_streams(tensor) or [whole]
+    computed = stream_digests(
+        source, streams, memory_nbytes, progress=progress, task="lock tensors"
+    )
     digests: dict[str, list[tuple[int, int, str]]] = {}
-    for (tensor, (first, stop)), digest in zip(pieces, computed):
-        digests.setdefault(tensor.name, []).append((first, stop, digest))
+    for stream, digest in zip(streams, computed):
+        digests.setdefault(stream.name, []).append((*stream.rows, digest.read))
     return {name: tuple(ranges) for name, ranges in digests.items()}

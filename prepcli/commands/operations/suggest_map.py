@@ -28,7 +28,7 @@ from prepcli.commands.operations.results import MapSuggestion
 from prepcli.core.errors import PrepError, UsageError, usage_error
 from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike
-from prepcli.engine.casts import parse_stream_digest, value_operations
+from prepcli.engine.casts import value_operations
 from prepcli.models.parameters import MAX_AXIS_SIZE
 from prepcli.models.registry import FAMILIES
 from prepcli.models.verbatim import dim_atoms, split_numbers
@@ -136,7 +136,7 @@ class TensorTree:
             dtype = cast_dtype(tensor.dtype, self.cast_to)
             operations = value_operations(tensor.dtype, dtype)
             streams.append(replace(stream, operations=operations))
-        texts = stream_digests(
+        digests = stream_digests(
             self.source,
             streams,
             self._memory_nbytes,
@@ -144,7 +144,7 @@ class TensorTree:
             task=f"compare {self.source.display_name}",
             is_checked=is_checked,
         )
-        return [parse_stream_digest(text).written for text in texts]
+        return [digest.written for digest in digests]
 
 
 @dataclass(slots=True)

@@ -46,7 +46,6 @@ from prepcli.core.formatting import count_text
 from prepcli.core.observer import NullProgress, Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike
 from prepcli.engine.blobs import open_blobs
-from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.digest import tensor_digest_of_zeros
 from prepcli.engine.stream_values import compare_streams, measure_distance
 from prepcli.formats.manifest import NO_MANIFEST, again_hint, unwritten_manifest
@@ -54,16 +53,16 @@ from prepcli.planning.libraries import LayoutScale
 from prepcli.planning.plan import Stream
 from prepcli.restore.digest_checks import (
     check_after_reading,
+    recorded_streams,
     row_stream,
     stored_scale,
     stream_digests,
-    tensor_digests,
     written_stream,
 )
 from prepcli.sources.dropped_tensors import with_recorded_text_part, without_recorded_drops
 from prepcli.sources.locate import check_stream
 from prepcli.sources.references import KeptScales, default_checkpoint
-from prepcli.sources.source import Source
+from prepcli.sources.source import Source, SourceTensor
 
 HEADER_CHECKS = ("headers", "file sizes")  # checks of `quick` for one checkpoint
 SHAPE_CHECKS = ("names", "shapes", "dtypes")  # checks of `quick` for two checkpoints
@@ -221,18 +220,22 @@ def _verify_digests(
         hint = text("{}", Command("verify", name, "OTHER"))
         raise usage_error(f"nothing to verify {name} against", why, hint)
     # A padded tensor has two digests: one of its true rows, and one of its padding.
-    pieces = [(t, (low, high), digest) for t in tensors for low, high, digest in t.digests]
-    digests = tensor_digests(
+    pieces: list[tuple[SourceTensor, tuple[int, int, str]]] = []
+    streams: list[Stream] = []
+    for tensor in tensors:
+        pieces += [(tensor, recorded) for recorded in tensor.digests]
+        streams += recorded_streams(tensor)
+    digests = stream_digests(
         source,
-        [(t, rows) for t, rows, _ in pieces],
+        streams,
         common.memory_nbytes,
         progress=observer.progress(),
         task="verify",
         is_checked=False,
     )
     findings: list[TensorDifference] = []
-    for (tensor, (first, stop), expected), actual in zip(pieces, digests):
-        if expected != actual:
+    for (tensor, (first, stop, expected)), actual in zip(pieces, digests):
+        if expected != actual.read:
             what = f"rows {first}:{stop} do not match their recorded digest"
             findings.append(model.difference(tensor.name, what))
     for tensor in model.tensors.values():
@@ -248,15 +251,15 @@ def _tie_findings(
     tensors = {t.name: t for t in model.source.tensors}
     for check in model.match.checks:
         pair = [tensors[check.name], tensors[check.duplicate_of]]
-        head, embedding = tensor_digests(
+        head, embedding = stream_digests(
             model.source,
-            [(tensor, (0, tensor.shape[0])) for tensor in pair],
+            [row_stream(tensor, (0, tensor.shape[0])) for tensor in pair],
             memory_nbytes,
             progress=observer.progress(),
             task="verify tied",
             is_checked=False,
         )
-        if head != embedding:
+        if head.read != embedding.read:
             original = model.labels[check.duplicate_of].tensor
             yield model.difference(check.name, f"is tied but not equal to {original}")
 
@@ -374,9 +377,8 @@ def _value_findings(
             task=f"verify {model.source.display_name}",
             is_checked=False,
         )
-        parsed = [parse_stream_digest(digest) for digest in digests]
-        reads.append(_ReadStreams(model.source, streams, [each.read for each in parsed]))
-        digests_by_name.append({t.name: each.written for t, each in zip(compared, parsed)})
+        reads.append(_ReadStreams(model.source, streams, [each.read for each in digests]))
+        digests_by_name.append({t.name: each.written for t, each in zip(compared, digests)})
     different = [name for name in names if digests_by_name[0][name] != digests_by_name[1][name]]
     for name in different:
         scale = _missing_scale(a, b, name) or _missing_scale(b, a, name)
@@ -447,15 +449,16 @@ def _note_padding(model: VerifiedModel, name: str, memory_nbytes: int, observer:
     if name not in model.vocab_tensors or tensor.shape[0] <= model.true_vocab:
         return
     rows = (model.true_vocab, tensor.shape[0])
-    (digest,) = tensor_digests(
+    stream = row_stream(tensor, rows)
+    (digest,) = stream_digests(
         model.source,
-        [(tensor, rows)],
+        [stream],
         memory_nbytes,
         progress=NullProgress(),
         task="padding",
         is_checked=False,
     )
-    zeros = " (zeros)" if digest == tensor_digest_of_zeros(row_stream(tensor, rows).nbytes) else ""
+    zeros = " (zeros)" if digest.read == tensor_digest_of_zeros(stream.nbytes) else ""
     padding = f"rows {rows[0]}:{rows[1]} of {model.source.display_name} are padding{zeros}"
     observer.note(f"same  {model.labels[name]} [0:{model.true_vocab}]; {padding}")
 

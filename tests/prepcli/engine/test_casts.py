@@ -21,20 +21,17 @@ from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import (
     BLOCK_VALUES,
     Cast,
-    CastCounts,
     ExpertUpdate,
     LowRankUpdate,
     Scale,
-    StreamDigest,
     ValueTransform,
     count_changes,
     format_cast,
     max_finite,
-    parse_stream_digest,
     report_casts,
     value_operations,
 )
-from prepcli.engine.digest import TensorDigest
+from prepcli.engine.digest import CastCounts, StreamDigest, TensorDigest
 from prepcli.engine.files import Files
 from prepcli.engine.fills import Fill, numpy_dtype
 from prepcli.planning.libraries import LayoutScale
@@ -271,12 +268,11 @@ def test_largest_change_of_a_tiny_value_is_finite():
 @pytest.mark.parametrize("worst", [0.0, 0.1, 2.0**-9, 5e-324])
 def test_stream_digest_round_trips_as_text(worst: float):
     stream_digest = StreamDigest("ab" * 16, "cd" * 16, CastCounts(9, 8, 7, 6, 5, worst))
-    assert parse_stream_digest(str(stream_digest)) == stream_digest
-    assert len(str(stream_digest).split()) == 1
-    assert parse_stream_digest(str(StreamDigest("ef" * 16, "ef" * 16))) == StreamDigest(
-        "ef" * 16, "ef" * 16
-    )
-    assert str(StreamDigest("ef" * 16, "ef" * 16)) == "ef" * 16
+    assert StreamDigest.decode(stream_digest.encode()) == stream_digest
+    assert len(stream_digest.encode().split()) == 1
+    unchanged = StreamDigest("ef" * 16, "ef" * 16)
+    assert unchanged.encode() == "ef" * 16
+    assert StreamDigest.decode("ef" * 16) == unchanged
 
 
 def test_cast_dtype_applies_to_floats_only():
@@ -323,7 +319,7 @@ def test_report_casts_sums_streams_by_dtype_pair():
         4: CastCounts(30, nan=9),
     }
     digests = {
-        n: str(StreamDigest("a", "b", numbers.get(n)) if n in numbers else StreamDigest("a", "a"))
+        n: StreamDigest("a", "b", numbers.get(n)) if n in numbers else StreamDigest("a", "a")
         for n in range(len(streams))
     }
     first, second = report_casts(streams, digests)
@@ -358,13 +354,11 @@ def test_stream_scale_digests_the_values_before_and_after():
     back = (expected.astype(np.float32) * np.float32(np.sqrt(128))).astype(BFLOAT16)
     assert out.tobytes() == expected.tobytes()
     stream_digest = change.stream_digest("read")
-    assert stream_digest.written == TensorDigest(expected.tobytes()).hexdigest()
-    assert (
-        stream_digest.unscaled == stream_digest.recorded == TensorDigest(cast.tobytes()).hexdigest()
-    )
+    assert stream_digest.written == TensorDigest(expected.tobytes()).text()
+    assert stream_digest.unscaled == stream_digest.recorded == TensorDigest(cast.tobytes()).text()
     assert stream_digest.lost == np.count_nonzero(back != cast)
     assert change.counts.changed == np.count_nonzero(back.astype(np.float32) != values)
-    assert parse_stream_digest(str(stream_digest)) == stream_digest
+    assert StreamDigest.decode(stream_digest.encode()) == stream_digest
 
 
 def test_digest_without_scale_records_the_written_values():

@@ -17,7 +17,8 @@ from prepcli.algebra.rows import parse_row
 from prepcli.core.errors import PrepError
 from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import Budget
-from prepcli.engine.casts import Cast, parse_stream_digest
+from prepcli.engine.casts import Cast
+from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import Files, WritePolicy
 from prepcli.engine.fills import Fill, numpy_dtype
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
@@ -67,7 +68,7 @@ def test_pipeline_saves_and_exports_the_same_bytes(tmp_path_factory, count: int)
             ).run()
         for number, row in enumerate(rows):
             assert np.array_equal(save_plan.read_leaf(paths, number), leaf_by_numpy(row, tensors))
-        assert list(result.digests.values()) == [
+        assert [digest.read for digest in result.digests.values()] == [
             xxhash.xxh3_128_hexdigest(t.tobytes()) for t in tensors.values()
         ]
 
@@ -111,8 +112,7 @@ def test_pipeline_casts_while_saving_and_exporting(tmp_path_factory, count: int)
             assert np.array_equal(
                 save_plan.read_leaf(paths, number).view(np.int16), leaf_by_numpy(row, bits)
             )
-        for text, name in zip(result.digests.values(), save_plan.tensors):
-            digest = parse_stream_digest(text)
+        for digest, name in zip(result.digests.values(), save_plan.tensors):
             assert digest.read == xxhash.xxh3_128_hexdigest(save_plan.tensors[name].tobytes())
             assert digest.written == xxhash.xxh3_128_hexdigest(written[name].tobytes())
             changed = written[name].astype(np.float32) != save_plan.tensors[name]
@@ -236,7 +236,7 @@ def test_killed_run_resumes_to_the_same_bytes(tmp_path_factory, count: int):
         assert durable.is_complete
         for number, row in enumerate(rows):
             assert np.array_equal(save_plan.read_leaf(paths, number), leaf_by_numpy(row, tensors))
-        assert list(result.digests.values()) == [
+        assert [digest.read for digest in result.digests.values()] == [
             xxhash.xxh3_128_hexdigest(t.tobytes()) for t in tensors.values()
         ]
 
@@ -320,7 +320,7 @@ def test_empty_tensors_have_digests(tmp_path):
     with Files([tmp_path / "source"]) as reader, Files([tmp_path / "out"], [20]) as sink:
         expected = [xxhash.xxh3_128_hexdigest(bytes(n)) for n in (0, 20, 0)]
         # The second run has nothing to read.
-        for read_nbytes, durable in ((20, {}), (0, {1: expected[1]})):
+        for read_nbytes, durable in ((20, {}), (0, {1: StreamDigest(expected[1], expected[1])})):
             result = Pipeline(
                 streams,
                 reader,
@@ -329,7 +329,7 @@ def test_empty_tensors_have_digests(tmp_path):
                 progress=NullProgress(),
                 units=[PipelineUnit(0, range(3), durable)],
             ).run()
-            assert [result.digests[number] for number in range(3)] == expected
+            assert [result.digests[number].read for number in range(3)] == expected
             assert result.read_nbytes == read_nbytes
 
 

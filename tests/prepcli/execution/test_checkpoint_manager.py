@@ -88,9 +88,7 @@ def test_save_records_the_digests_of_tensors(init: Path, params: TrainingState, 
         (facts["tensors"], "params"),
         (facts["slots"]["opt_state.adam.nu"], "opt_state.adam.nu"),
     ):
-        expected_digest = TensorDigest(
-            state[f"{slot}.layers.mlp.up.weight"][2].tobytes()
-        ).hexdigest()
+        expected_digest = TensorDigest(state[f"{slot}.layers.mlp.up.weight"][2].tobytes()).text()
         assert records[name] == {
             "dtype": "float32",
             "shape": [256, 64],
@@ -98,7 +96,7 @@ def test_save_records_the_digests_of_tensors(init: Path, params: TrainingState, 
         }
         tokens = state[f"{slot}.embed.tokens"]
         pieces = [
-            [low, high, TensorDigest(tokens[low:high].tobytes()).hexdigest()]
+            [low, high, TensorDigest(tokens[low:high].tobytes()).text()]
             for low, high in ((0, 131), (131, 136))
         ]
         assert records["transformer.wte.weight"]["digests"] == pieces

@@ -15,6 +15,7 @@ from prepcli.core.errors import FAILED, PrepError
 from prepcli.core.json_values import JsonObject
 from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import make_budget
+from prepcli.engine.digest import StreamDigest
 from prepcli.engine.pipeline import PipelineUnit
 from prepcli.execution.folder_store import FolderStore, remove_work_folder
 from prepcli.execution.run import ConversionRun
@@ -96,7 +97,8 @@ class FileRun(ConversionRun):
             if self.fails:
                 raise PrepError("t1 is damaged")
             (self.folder_store.folder / f"t{unit.number}").write_text(f"t{unit.number}")
-            note = UnitNote({unit.number: "x"}, session=self.session, writer=self.writer)
+            digests = {unit.number: StreamDigest("x", "x")}
+            note = UnitNote(digests, session=self.session, writer=self.writer)
             self.note_unit(unit.number, note)
             self.release(unit.number)
 

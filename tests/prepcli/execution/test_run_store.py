@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from prepcli.engine.background_sync import StreamPrefix
+from prepcli.engine.digest import CastCounts, StreamDigest
 from prepcli.execution.run_store import UnitNote, decode_record, encode_record
 from prepcli.stores.byte_ranges import RemoteFile
 
 NOTE = UnitNote(
-    {7: "00ff"},
+    {7: StreamDigest("00ff", "00ff"), 9: StreamDigest("00", "ff", CastCounts(9, 8), "f0", 2)},
     np.array([1, 5], np.uint64),
     np.array([11, 55], np.uint64),
     "session",

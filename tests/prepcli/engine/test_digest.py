@@ -1,0 +1,144 @@
+"""A second algorithm of digests is one row: judged by hashlib, from the manifest to every check."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from prepcli.commands.cli.main import main
+from prepcli.engine import digest as digests
+from prepcli.engine.digest import CastCounts, StreamDigest, TensorDigest, algorithm_of
+from prepcli.formats.manifest import MANIFEST_FILE
+from tests.helpers.manifests import changed_manifest
+from tests.helpers.run_cli import run_ok
+from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
+
+EMBEDDING = "model.embed_tokens.weight"
+Tensors = dict[str, np.ndarray]
+
+
+@pytest.fixture
+def tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tensors:
+    """Return the tensors of an output `first` with digests of SHA-256. Its source is `model`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(digests.ALGORITHMS, "sha256", hashlib.sha256)
+    tensors = make_checkpoint(tmp_path / "model", LLAMA)
+    run_ok("save-init", "./model", "--pad-vocab", "8", "--out", "first")
+    record_sha256("first", tensors)
+    return tensors
+
+
+def sha256_of_rows(tensor: np.ndarray, first: int, stop: int) -> str:
+    """Return the digest of rows of a tensor. Rows after the last one are zeros."""
+    new_rows = np.zeros((8, *tensor.shape[1:]), tensor.dtype)
+    rows = np.concatenate([tensor, new_rows])[first:stop]
+    return f"sha256:{hashlib.sha256(rows.tobytes()).hexdigest()}"
+
+
+def record_sha256(folder: str, tensors: Tensors) -> None:
+    """Replace the digests in the manifest of an output."""
+    with changed_manifest(Path(folder)) as manifest:
+        manifest["tensor_digest"] = "sha256"
+        for name, tensor in tensors.items():
+            for digest in manifest["tensors"][name]["digests"]:
+                digest[2] = sha256_of_rows(tensor, digest[0], digest[1])
+
+
+def read_manifest(folder: str) -> dict[str, Any]:
+    return json.loads(Path(folder, MANIFEST_FILE).read_text())
+
+
+def damage(folder: str, tensor: np.ndarray) -> None:
+    """Change one bit of a tensor."""
+    path = max(Path(folder).rglob("*"), key=lambda file: file.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[data.index(tensor.tobytes())] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("export", "first"),
+        ("export", "first", "--dtype", "bfloat16"),
+        ("reshard", "first", "--mesh", "1,2,1"),
+        ("reshard", "first", "--compress", "zstd"),
+        ("reshard", "first", "--no-scan", "--storage", "zarr3"),
+    ],
+)
+def test_output_has_the_algorithm_of_its_source(tensors: Tensors, words: tuple[str, ...]):
+    run_ok(*words, "--out", "second")
+    manifest = read_manifest("second")
+    assert manifest["tensor_digest"] == "sha256"
+    dtype = ml_dtypes.bfloat16 if "bfloat16" in words else np.float32
+    for name, tensor in tensors.items():
+        for first, stop, recorded in manifest["tensors"][name]["digests"]:
+            assert recorded == sha256_of_rows(tensor.astype(dtype), first, stop)
+    run_ok("verify", "second")
+    run_ok("verify", "second", "--chain")
+
+
+@pytest.mark.parametrize("folder", ["first", "second"])
+def test_verify_and_conversions_find_damage(
+    tensors: Tensors, folder: str, capsys: pytest.CaptureFixture[str]
+):
+    run_ok("export", "first", "--out", "second")
+    run_ok("verify", "second", "first")
+    damage(folder, tensors[EMBEDDING])
+    for words in (("verify", folder), ("export", folder, "--dtype", "float16", "--out", "third")):
+        capsys.readouterr()
+        assert main([*words]) == 1
+        assert EMBEDDING.removeprefix("model.") in "".join(capsys.readouterr())
+
+
+def test_chain_compares_digests_of_two_algorithms(tensors: Tensors):
+    run_ok("save-init", "./model", "--out", "a")
+    run_ok("export", "a", "--out", "b")
+    record_sha256("b", tensors)
+    run_ok("verify", "b", "--chain")
+    run_ok("verify", "b", "a")
+    with changed_manifest(Path("b")) as manifest:
+        manifest["tensors"][EMBEDDING]["digests"][0][2] = sha256_of_rows(np.zeros(1), 0, 1)
+    assert main(["verify", "b", "--chain"]) == 1
+
+
+def test_lock_has_the_algorithm_of_the_manifest(tensors: Tensors):
+    run_ok("lock", "first", "--out", "lock.json")
+    lock = json.loads(Path("lock.json").read_text())
+    assert lock["algorithms"] == {"files": "sha256", "tensors": "sha256"}
+    recorded = read_manifest("first")["tensors"]
+    for name in tensors:
+        assert lock["tensors"][name]["digests"] == recorded[name]["digests"]
+
+
+def test_unknown_algorithm_in_a_digest_is_damage(
+    tensors: Tensors, capsys: pytest.CaptureFixture[str]
+):
+    with changed_manifest(Path("first")) as manifest:
+        manifest["tensors"][EMBEDDING]["digests"][0][2] = "md5:00"
+    assert main(["verify", "first"]) == 1
+    assert EMBEDDING in "".join(capsys.readouterr())
+    assert main(["export", "first", "--out", "second"]) == 1
+
+
+def test_digest_text_names_its_algorithm(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(digests.ALGORITHMS, "sha256", hashlib.sha256)
+    text = TensorDigest(b"ab", "sha256").text()
+    assert text == f"sha256:{hashlib.sha256(b'ab').hexdigest()}"
+    assert algorithm_of(text) == "sha256"
+    assert {algorithm_of(other) for other in ("", "9f", "sha512:9f")} == {"xxh3-128"}
+    for digest in (
+        StreamDigest(text, text),
+        StreamDigest(text, f"sha256:{'cd' * 32}", CastCounts(9, 8, 7, 6, 5, 0.1)),
+        StreamDigest(text, text, CastCounts(), text, 3),
+    ):
+        assert StreamDigest.decode(digest.encode()) == digest
+    for damaged in ("a:b", "a:b:1:1:1:1:1", "a:b:1:1:1:1:1:0x1p-3:c", "a:b:x:1:1:1:1:0x1p-3"):
+        with pytest.raises(ValueError, match=r"digest|literal|unpack"):
+            StreamDigest.decode(damaged)
