@@ -301,9 +301,13 @@ TYPED_TENSOR_REBUILDER = "torch._tensor._rebuild_from_type_v2"
 TENSOR_TYPES = {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter"}
 _REBUILDERS = frozenset({*TENSOR_REBUILDERS, *PARAMETER_REBUILDERS, TYPED_TENSOR_REBUILDER})
 SIZE_TYPE = "torch.Size"
+# Python 3.13 pickles the classes of paths under the private module that defines them.
+PATH_TYPES = {
+    "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath", "pathlib._local.WindowsPath",
+}  # fmt: skip
 SETTINGS_TYPES = {  # types of settings and counters next to tensors
-    "torch.device", "builtins.set", "builtins.frozenset", "builtins.complex", "builtins.bytearray", "builtins.slice",
-    "builtins.range", "_codecs.encode", "argparse.Namespace", "pathlib.PosixPath", "numpy.dtype", "numpy.ndarray",
+    *PATH_TYPES, "torch.device", "builtins.set", "builtins.frozenset", "builtins.complex", "builtins.bytearray",
+    "builtins.slice", "builtins.range", "_codecs.encode", "argparse.Namespace", "numpy.dtype", "numpy.ndarray",
     "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "numpy.core.multiarray._reconstruct",
     "numpy._core.multiarray._reconstruct",
 }  # fmt: skip

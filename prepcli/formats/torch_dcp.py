@@ -24,7 +24,13 @@ from prepcli.core.errors import DamagedError, PrepError
 from prepcli.core.json_values import quote_name
 from prepcli.engine.digest import record_digest
 from prepcli.formats.model_files import FileHeader, ModelFiles, damage_hint
-from prepcli.formats.torch_archive import DTYPES, SIZE_TYPE, TorchArchive, parse_counts
+from prepcli.formats.torch_archive import (
+    DTYPES,
+    PATH_TYPES,
+    SIZE_TYPE,
+    TorchArchive,
+    parse_counts,
+)
 from prepcli.formats.torch_files import to_python
 from prepcli.formats.torch_pickle import (
     MAPPING_TYPES,
@@ -75,7 +81,7 @@ _ALLOWED_NAMES = frozenset(
         _TENSOR,
         _BYTES,
         SIZE_TYPE,
-        "pathlib.PosixPath",
+        *PATH_TYPES,
         # Python 3.11.0 to 3.11.3 pickles a member of an enum as a call of it, e.g. of the memory format.
         "builtins.getattr",
         "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",

@@ -16,7 +16,7 @@ from prepcli.core.errors import PrepError
 from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.manifest import bytes_between
 from prepcli.formats.safetensors import LayoutEntry
-from prepcli.formats.torch_archive import encode_object
+from prepcli.formats.torch_archive import PATH_TYPES, encode_object
 from prepcli.formats.torch_dcp import (
     MAX_METADATA_OPCODES,
     DcpEntry,
@@ -87,6 +87,25 @@ def test_checkpoints_saved_by_python_3_11_2_are_read(
     monkeypatch.setattr(formats, "__reduce_ex__", reduce_by_name)
     save({"a": torch.arange(6.0).reshape(2, 3)}, checkpoint_id=str(tmp_path / "out"))
     assert b"getattr" in (tmp_path / "out/.metadata").read_bytes()
+    (tensor,) = read_dcp_folder(tmp_path / "out").tensors
+    assert (tensor.name, tensor.dtype, tensor.shape) == ("a", "float32", (2, 3))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path_type", sorted(PATH_TYPES))
+def test_checkpoints_of_every_python_are_read(tmp_path: Path, path_type: str):
+    """The metadata has the path of the checkpoint. Its class has another module in Python 3.13."""
+    torch = pytest.importorskip("torch")
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    save({"a": torch.arange(6.0).reshape(2, 3)}, checkpoint_id=str(tmp_path / "out"))
+    path = tmp_path / "out/.metadata"
+    words = [b"\x8c\x07pathlib", b"\x8c\tPosixPath"]
+    content = path.read_bytes()
+    assert all(content.count(word) == 1 for word in words)
+    for word, text in zip(words, path_type.rsplit(".", 1), strict=True):
+        content = content.replace(word, b"\x8c" + bytes([len(text)]) + text.encode())
+    path.write_bytes(content)
     (tensor,) = read_dcp_folder(tmp_path / "out").tensors
     assert (tensor.name, tensor.dtype, tensor.shape) == ("a", "float32", (2, 3))
 

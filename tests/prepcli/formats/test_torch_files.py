@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+import types
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
@@ -154,6 +156,20 @@ def test_parameters_and_tensors_with_attributes_are_read(tmp_path: Path) -> None
         "marked",
         "parameter",
     ]
+
+
+def test_paths_of_python_3_13_beside_tensors_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    module = types.ModuleType("pathlib._local")
+    module.PosixPath = PosixPath
+    monkeypatch.setitem(sys.modules, "pathlib._local", module)
+    monkeypatch.setattr(PosixPath, "__module__", "pathlib._local")
+    torch.save({"a": torch.ones(2), "out": PosixPath("/x/y")}, tmp_path / "x.bin")
+    header = read_torch_header(tmp_path / "x.bin", 0)
+    assert [tensor.name for tensor in header.tensors] == ["a"]
+    assert header.others == ("x.bin: `out` is a pathlib._local.PosixPath",)
 
 
 NOT_CARRIED: Mapping[str, tuple[Callable[[Any], object], str]] = {
