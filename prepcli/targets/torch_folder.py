@@ -96,7 +96,7 @@ def place_dcp_entries(
         offset = 0
         for name, dtype, shape, _ in group:
             if dtype not in SUPPORTED_DTYPES:
-                hint = text("{} casts it", Option("dtype", "bfloat16"))
+                hint = text("use {}", Option("format", "safetensors"))
                 raise PrepError(f"{name} is {dtype}", "prep writes no such tensor in DCP", hint)
             archive = encode_object(StoredTensor("0", dtype, shape))
             ranges += [(offset + start, data) for start, data in archive.constant_ranges]

@@ -240,5 +240,7 @@ def test_more_tensors_than_the_reader_takes_are_refused(monkeypatch: pytest.Monk
 
 
 def test_unsupported_dtype_is_named():
-    with pytest.raises(PrepError, match="w is float8_e4m3fn"):
+    """`--dtype` casts no such tensor."""
+    with pytest.raises(PrepError, match="w is float8_e4m3fn") as raised:
         place_dcp_entries([("w", "float8_e4m3fn", (2,), 2)], 100)
+    assert str(raised.value.hint) == "use `--format safetensors`"
