@@ -122,8 +122,8 @@ def read_model_files(
 ) -> ModelFiles:
     """Read the headers of a model's files.
 
-    The index decides which file a tensor is read from, as in transformers. Files may have further tensors, e.g. earlier
-    versions of tensors in an overlay.
+    The index decides which file a tensor is read from. Files may have further tensors, e.g. earlier versions of tensors
+    in an overlay.
 
     Args:
         path: Folder or file of the model.

@@ -224,7 +224,7 @@ def _note_reading(source: Source, located: LocatedCheckpoint, drop: Sequence[str
             if refused:
                 what = f"{count} {verb} not in its index"
                 option = Option("strict", True)
-                hint = text("without {} they are ignored, as in transformers", option)
+                hint = text("without {} they are ignored", option)
                 raise PrepError(what, listed, hint)
             located.access.note(f"{count} {verb} ignored: not in its index: {listed}")
     for note in source.notes:
