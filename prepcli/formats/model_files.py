@@ -195,11 +195,14 @@ def list_weight_files(
 
     Args:
         folder: Folder of the model.
-        selected: The files, or only the index of them.
+        selected: The files, or only the index of them. See `whole_file` for the file that is read instead.
     """
     if len(selected) != 1 or not selected[0].endswith(INDEX_SUFFIX):
         return selected, None
     weight_map = read_weight_map(folder / selected[0])
+    whole = whole_file(selected[0], weight_map)
+    if whole and is_there(folder / whole, follow_links=True):
+        return [whole], None
     tensor_counts = Counter(weight_map.values())
     missing: list[str] = []
     for name, count in sorted(tensor_counts.items()):
@@ -209,6 +212,16 @@ def list_weight_files(
         why = f"the index names {join_names(missing, max_names=_MAX_LISTED)}"
         raise _missing_files_error(folder, len(missing), len(tensor_counts), why)
     return sorted(tensor_counts), weight_map
+
+
+def whole_file(index: str, weight_map: Mapping[str, str]) -> str:
+    """Return the name of the file that holds a whole model, if it is read before an index. Empty otherwise.
+
+    E.g. `model.safetensors` beside `model.safetensors.index.json`. transformers reads it and not the index:
+    `save_pretrained` leaves the index of an earlier save. An index with this file among others is the model's own.
+    """
+    whole = index.removesuffix(INDEX_SUFFIX)
+    return "" if whole in weight_map.values() else whole
 
 
 def read_weight_map(path: AnyPath) -> dict[str, str]:

@@ -176,7 +176,8 @@ def select_safetensors_downloads(names: Iterable[str]) -> list[str]:
 def read_safetensors_folder(folder: AnyPath) -> ModelFiles:
     """Read the headers of a model's files, in the order of file names. Links are followed.
 
-    The files and tensors are the ones in the index, else model.safetensors, else all *.safetensors.
+    The files and tensors are the ones in the index, else model.safetensors, else all *.safetensors. An index that does
+    not name the existing model.safetensors is left over from an earlier save.
     """
     names, weight_map = list_weight_files(folder, select_safetensors_files(list_folder(folder)))
     if weight_map is None:

@@ -28,7 +28,7 @@ from prepcli.formats.manifest import (
     read_manifest,
     read_manifest_of_file,
 )
-from prepcli.formats.model_files import index_suffix, read_weight_map
+from prepcli.formats.model_files import index_suffix, read_weight_map, whole_file
 from prepcli.formats.orbax import (
     ITEM_MARKERS,
     find_item,
@@ -410,6 +410,8 @@ class HubFolder:
             if index in names:
                 weight_map = read_weight_map(self.listing.download_file(index))
                 indexed = {*weight_map.values()}
+                if whole_file(index, weight_map) in names:
+                    indexed = {whole_file(index, weight_map)}
                 suffix = index_suffix(index)
                 names = [name for name in names if not name.endswith(suffix) or name in indexed]
         return names

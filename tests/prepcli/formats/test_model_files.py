@@ -15,7 +15,11 @@ from safetensors.numpy import save_file
 
 from prepcli.core.errors import PrepError
 from prepcli.formats.model_files import check_numbered_files, read_weight_map, shard_name
-from prepcli.formats.safetensors import read_safetensors_folder, select_safetensors_files
+from prepcli.formats.safetensors import (
+    iter_folder_tensors,
+    read_safetensors_folder,
+    select_safetensors_files,
+)
 
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND, THIRD = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
@@ -88,6 +92,28 @@ def test_model_safetensors_is_preferred_without_index(tmp_path: Path) -> None:
     write(tmp_path, "consolidated.safetensors", "b")
     folder = read_safetensors_folder(tmp_path)
     assert [t.name for t in folder.tensors] == ["a"]
+
+
+@pytest.mark.parametrize("has_shards", [False, True])
+def test_index_of_an_earlier_save_is_left(tmp_path: Path, has_shards: bool) -> None:
+    """`save_pretrained` leaves the index of an earlier save, and transformers does not read it."""
+    weight_map = sharded(tmp_path)
+    write_index(tmp_path, weight_map)
+    write(tmp_path, "model.safetensors", "a", "new")
+    if not has_shards:
+        for file in {*weight_map.values()}:
+            (tmp_path / file).unlink()
+    folder = read_safetensors_folder(tmp_path)
+    assert [t.name for t in folder.tensors] == ["a", "new"]
+    assert [t.name for t in iter_folder_tensors(tmp_path)] == ["a", "new"]
+    assert [path.name for path in folder.files] == ["model.safetensors"]
+
+
+def test_index_with_model_safetensors_is_read(tmp_path: Path) -> None:
+    write(tmp_path, "model.safetensors", "a")
+    write_index(tmp_path, {**sharded(tmp_path), "a": "model.safetensors"})
+    folder = read_safetensors_folder(tmp_path)
+    assert sorted(t.name for t in folder.tensors) == ["a", "aa", "b", "bb", "c"]
 
 
 def test_all_visible_files_are_read_without_index(tmp_path: Path) -> None:

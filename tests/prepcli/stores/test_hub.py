@@ -342,6 +342,21 @@ def test_download_selects_other_formats_without_safetensors(run_locate: LocateRu
             assert sorted(path.name for path in Path(str(answer["path"])).iterdir()) == files
 
 
+def test_index_of_an_earlier_save_is_left_on_the_hub(tmp_path: Path) -> None:
+    index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    files = {
+        "config.json": b"{}",
+        "model.safetensors": b"whole",
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "model-00001-of-00001.safetensors": b"earlier",
+    }
+    with serve_hub({"o/saved-twice": FakeRepo(files)}) as hub:
+        environment = hub.environment(tmp_path / "home")
+        path = Path(str(LocateRunner(environment, tmp_path)("o/saved-twice")["path"]))
+    assert (path / "model.safetensors").exists()
+    assert not (path / "model-00001-of-00001.safetensors").exists()
+
+
 def test_files_to_download_selects_one_format() -> None:
     small = ["config.json", "generation_config.json", "tokenizer_config.json", "merges.txt"]
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
