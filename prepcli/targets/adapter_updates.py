@@ -37,6 +37,7 @@ from prepcli.planning.plan import SmallFile, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.sources.openers.peft_settings import (
     MATRIX_NAME,
+    MERGE_HINT,
     PeftSettings,
     check_settings,
     check_tying,
@@ -259,8 +260,7 @@ def _matrix_streams(
         if match is None or len(tensor.shape) != 2 or tensor.dtype not in FLOAT_DTYPES:
             supported = "only lora_A and lora_B of projections and modules_to_save are supported"
             why = f"it is {tensor.dtype} {list(tensor.shape)}; {supported}"
-            hint = "use a LoRA adapter"
-            raise PrepError(f"{adapter}: {tensor.name} cannot be merged", why, hint)
+            raise PrepError(f"{adapter}: {tensor.name} cannot be merged", why, MERGE_HINT)
         stream = Stream(
             tensor.name, tensor.dtype, tensor.shape, (0, tensor.shape[0]), tensor.placement, ()
         )
