@@ -3,7 +3,7 @@
 A row has the values of the same row in JSON Lines. Arrow stores objects as structs. All structs of a column have the
 same keys, so `{"city": "Ulm"}` becomes `{"city": "Ulm", "days": null}` if another row has `days`. Null is therefore no
 key, at any depth. A list keeps its nulls, and so does a JSON text (the type `Json` of `datasets`), which is stored as
-it was written.
+it was written. A value that JSON does not have, such as the time of a message, is a text in an object or a list.
 """
 
 from __future__ import annotations
@@ -144,10 +144,16 @@ class _Row(Mapping[str, object]):
 
 def _value_decoders(schema: Schema) -> dict[str, ValueDecoder]:
     """Return the decoder of each column that needs one: a column with objects, maps or JSON texts."""
+    from pyarrow import types
+
     features = _dataset_features(schema.metadata or {})
     decoders: dict[str, ValueDecoder] = {}
     for field in schema:
-        decoder = _decoder_of(field, features.get(field.name))
+        feature = features.get(field.name)
+        # A date of its own column stays a date, which is no text of a document.
+        if not types.is_nested(field.type) and not _is_json(field, feature):
+            continue
+        decoder = _decoder_of(field, feature)
         if decoder is not None:
             decoders[field.name] = decoder
     return decoders
@@ -184,9 +190,25 @@ def _decoder_of(field: Field[Any], feature: Any) -> ValueDecoder | None:
         elif isinstance(feature, list) and feature:
             item_feature = feature[0]
         decoder = _decoder_of(kind.value_field, item_feature)
-        if decoder is not None:
-            return lambda items: [_decode_or_none(decoder, item) for item in items]
-    return None
+        if decoder is None:
+            return None
+        return lambda items: [_decode_or_none(decoder, item) for item in items]
+    if _has_json_values(kind):
+        return None
+    # Templates write a date, a time, a decimal number or bytes as Python does.
+    return str
+
+
+def _has_json_values(kind: Any) -> bool:
+    """Return whether the Python values of an Arrow type are values of JSON."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    kind = getattr(kind, "storage_type", kind)
+    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+    return is_text or is_number or types.is_null(kind) or types.is_nested(kind)
 
 
 def _is_json(field: Field[Any], feature: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -182,6 +184,50 @@ def test_lists_and_maps_keep_their_nulls(tmp_path: Path):
     rows = [{"x": [1, None], "m": [("a", "b"), ("c", None)], "n": None}]
     (record,) = read_records(write_rows(tmp_path, rows, "a.parquet", schema), "parquet")
     assert dict(record.values) == {"x": [1, None], "m": {"a": "b", "c": None}, "n": None}
+
+
+def test_values_without_json_show_their_text_in_objects(tmp_path: Path):
+    """E.g. the time of a message, which a template shows as transformers shows it: as the text of the Python value."""
+    row = {
+        "time": datetime.datetime(2024, 5, 17, 12, 30, tzinfo=datetime.UTC),
+        "day": datetime.date(2024, 5, 17),
+        "score": decimal.Decimal("0.50"),
+        "image": b"\xff",
+        "took": [datetime.timedelta(seconds=5), None],
+        "number": 1,
+        "ratio": 0.5,
+        "flag": True,
+    }
+    expected = {
+        "time": "2024-05-17 12:30:00+00:00",
+        "day": "2024-05-17",
+        "score": "0.50",
+        "image": "b'\\xff'",
+        "took": ["0:00:05", None],
+        "number": 1,
+        "ratio": 0.5,
+        "flag": True,
+    }
+    path = write_rows(tmp_path, [{"messages": [row], "day": row["day"]}], "a.parquet")
+    (record,) = read_records(path, "parquet")
+    assert record.values["messages"] == [expected]
+    # A column is no object: a date is still no text.
+    assert record.values["day"] == row["day"]
+
+
+def test_conversation_with_times_has_the_tokens_of_texts(tmp_path: Path):
+    write_tokenizer(tmp_path / "tokenizer", ALL_VALUES)
+    times = [datetime.datetime(2024, 5, 17, 12, 30, number) for number in range(len(CHATS))]
+    chats = [
+        {**chat, "messages": [{**message, "time": time} for message in chat["messages"]]}
+        for chat, time in zip(CHATS, times)
+    ]
+    texts = [
+        {**chat, "messages": [{**message, "time": str(time)} for message in chat["messages"]]}
+        for chat, time in zip(CHATS, times)
+    ]
+    expected = tokens_digest(tmp_path, write_rows(tmp_path, texts, "a.jsonl"), "json")
+    assert tokens_digest(tmp_path, write_rows(tmp_path, chats, "a.parquet"), "parquet") == expected
 
 
 def json_type(item: Any) -> Any:
