@@ -72,18 +72,20 @@ def read_prompts(file_name: str) -> Iterator[Prompt]:
 
 
 def _read_text(file_name: str) -> str:
-    if file_name != STDIN:
-        # utf-8-sig drops the byte order mark that some editors write at the start of a file.
-        return read_file_or_pipe(Path(file_name), MAX_PROMPTS_NBYTES).decode("utf-8-sig")
-    # One character more than the limit, to notice that there are more.
-    text = sys.stdin.read(MAX_PROMPTS_NBYTES + 1)
-    if len(text) > MAX_PROMPTS_NBYTES:
-        raise PrepError(
-            "the prompts are too large",
-            f"standard input has more than {MAX_PROMPTS_NBYTES:,} characters",
-            "pass fewer prompts at a time",
-        )
-    return text
+    """Return the text of a file or of stdin."""
+    if file_name == STDIN:
+        # One character more than the limit, to notice that there are more.
+        text = sys.stdin.read(MAX_PROMPTS_NBYTES + 1)
+        if len(text) > MAX_PROMPTS_NBYTES:
+            raise PrepError(
+                "the prompts are too large",
+                f"standard input has more than {MAX_PROMPTS_NBYTES:,} characters",
+                "pass fewer prompts at a time",
+            )
+    else:
+        text = read_file_or_pipe(Path(file_name), MAX_PROMPTS_NBYTES).decode()
+    # Some editors write a byte order mark at the start of a file, and `\r\n` at the end of a line.
+    return text.removeprefix("\ufeff").replace("\r\n", "\n")
 
 
 def _prompt_from_json(file_name: str, line_number: int, line: str) -> Prompt:

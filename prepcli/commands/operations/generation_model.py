@@ -263,8 +263,13 @@ def check_sampling(options: GenerateOptions) -> None:
 
 
 def check_stop_texts(options: GenerateOptions) -> tuple[str, ...]:
-    """Return the stop texts of the option `stop`. Raise UsageError for an empty one."""
+    """Return the stop texts of the option `stop`. Raise UsageError for an empty one, and for one that is no text."""
+    from trainer.data.columns import SURROGATE_CAUSE, is_encodable
+
     stop_texts = as_tuple(options["stop"])
+    if not all(map(is_encodable, stop_texts)):
+        what = text("{} is not UTF-8 text", Option("stop"))
+        raise usage_error(what, SURROGATE_CAUSE, "convert it to UTF-8")
     if "" in stop_texts:
         raise usage_error(
             text("{} is empty", Option("stop")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from prepcli.commands.cli.main import main
+from prepcli.commands.operations.generate import read_prompts
 from prepcli.core.errors import OK
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.run_cli import error_lines, run_json, run_ok
@@ -251,6 +253,16 @@ def test_encoder_decoder_generates_from_prompts(work_dir: Path, capsys: pytest.C
     )
 
 
+@pytest.mark.parametrize("is_file", [True, False], ids=["file", "stdin"])
+def test_prompts_may_have_line_ends_of_windows(
+    work_dir: Path, monkeypatch: pytest.MonkeyPatch, is_file: bool
+):
+    data = "\ufeffw1 w2\r\n\r\nw3\r\n".encode()
+    Path("prompts.txt").write_bytes(data)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
+    assert [*read_prompts("prompts.txt" if is_file else "-")] == ["w1 w2", "w3"]
+
+
 INVALID_PROMPTS: dict[str, tuple[Sequence[str], str, int]] = {
     "nothing": ((), "no prompt was given", 2),
     "no ids": (("--tokens", "1,x"), "invalid `--tokens 1,x`", 2),
@@ -268,6 +280,11 @@ INVALID_PROMPTS: dict[str, tuple[Sequence[str], str, int]] = {
     "no JSON": (("--prompts", "bad.jsonl"), "line 1 of bad.jsonl is not valid JSON", 1),
     "no prompt in it": (("--prompts", "other.jsonl"), "line 2 of other.jsonl has no prompt", 1),
     "no text": (("--prompts", "bytes.txt"), "bytes.txt is not UTF-8 text", 1),
+    "no text to stop at": (
+        ("--prompt", "w1", "--stop", "\udcff"),
+        "`--stop` is not UTF-8 text",
+        2,
+    ),
     "top-p": (
         ("--prompt", "w1", "--temperature", "1", "--top-p", "1.5"),
         "top_p 1.5 is out of range",
