@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import date, time
 from functools import partial
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from trainer.recipe.data_table import (
     recipe_span_sizes,
     source_data,
 )
-from trainer.recipe.formatting import example_value, format_value
+from trainer.recipe.formatting import example_value, format_value, to_toml
 from trainer.recipe.key_types import MAX_INT32
 from trainer.recipe.lr_schedule import DECAYS, build_lr_schedule
 from trainer.recipe.model_table import Lora
@@ -68,6 +69,8 @@ CHAT_KEYS = (
     *("data.chat_template", "data.template_args", "data.template_date"),
     *("data.loss", "data.loss_reasoning"),
 )
+# Keys whose values a chat template gets as JSON.
+JSON_KEYS = ("data.template_args", "log.samples")
 REMOVE_ONE = "remove one of them"
 
 
@@ -166,6 +169,8 @@ def _run_rows(recipe: Recipe) -> Rows:
     yield ValueCheck("rules", lambda: merge_rules(recipe.rules or (), origin=Key("rules")))
     yield ValueCheck(WANDB_KEY, lambda: check_wandb_table(recipe.log.wandb))
     yield ValueCheck("train.profile", lambda: _check_profile(train.profile))
+    for key in JSON_KEYS:
+        yield ValueCheck(key, partial(_check_json_values, key, value_of(recipe, key)))
     why = "both set the size of a micro-batch"
     yield Conflict("batch.per_device & batch.per_replica", True, why, REMOVE_ONE)
     micro_keys = [name for name in ("per_device", "per_replica") if getattr(batch, name)]
@@ -446,6 +451,22 @@ def _check_profile(profile: Mapping[str, object] | None) -> None:
         raise usage_error(
             "`train.profile` is invalid", why, "`profile = { start = 10, steps = 3 }`"
         )
+
+
+def _check_json_values(key: str, value: object) -> None:
+    """Raise UsageError if a value has a date or a time. TOML has them, and JSON does not."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Mapping):
+            pending += item.values()
+        elif isinstance(item, list | tuple):
+            pending += item
+        elif isinstance(item, date | time):
+            why = "a chat template gets values of JSON, which has no dates"
+            raise usage_error(
+                f"`{key}` has {to_toml(item)}", why, f"quote it: `{to_toml(str(item))}`"
+            )
 
 
 def chat_problems(data: Data, *, is_only: bool = True) -> Iterator[Problem]:

@@ -367,7 +367,7 @@ class Recipe(BaseModel):
     model_config = STRICT
 
     name: str = Field(
-        pattern=r"^[^\s./\\-][^/\\\x00-\x1f\x7f]*$",
+        pattern=r"^[^\s./\\\x00-\x1f\x7f-][^/\\\x00-\x1f\x7f]*$",
         description="name of the run, a plain folder name",
         examples=["first-run"],
         json_schema_extra=if_absent("the recipe's file name"),

@@ -382,6 +382,23 @@ FILES = {
         '"${NOT_SET_ANYWHERE}/train.txt", and '
         "NOT_SET_ANYWHERE is not set - `export NOT_SET_ANYWHERE=...`",
     ),
+    "date for a chat template": (
+        replaced(
+            "seq_length = 8",
+            'seq_length = 8\nformat = "chat"\ntemplate_args = { days = [2026-01-31] }',
+        ).replace('"text"', '"json"'),
+        "x.toml:9: `data.template_args` has 2026-01-31 - a chat template gets values of JSON, which has no dates"
+        ' - quote it: `"2026-01-31"`',
+    ),
+    "time in a conversation": (
+        GOOD + '[log]\nsamples = [{ messages = [{ role = "user", at = 07:32:00 }] }]\n',
+        "x.toml:15: `log.samples` has 07:32:00 - a chat template gets values of JSON, which has no dates"
+        ' - quote it: `"07:32:00"`',
+    ),
+    "name with a control character": (
+        'name = "\\u0000"\n' + GOOD,
+        'x.toml:1: `name` is "\\u0000" - it takes text: name of the run, a plain folder name - `name = "first-run"`',
+    ),
     "shell expression": (
         replaced('path = "train.txt"', 'path = "${HOME:-x}/train.txt"'),
         'x.toml:6: `data.path` is "${HOME:-x}/train.txt" - only `${NAME}` is expanded, and '
