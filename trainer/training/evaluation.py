@@ -39,9 +39,16 @@ class EvaluationResult:
 
     mean_loss: float  # Mean cross-entropy of a token. NaN without tokens.
     accuracy: float  # Fraction of the tokens that are predicted correctly. NaN without tokens.
-    num_tokens: int  # Number of predicted tokens
+    weight: (
+        float  # Sum of the loss weights of the predicted tokens, their number if all weights are 1
+    )
     # Mean over the tokens of each value that `metric_fn` computes. NaN without tokens.
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of predicted tokens, each counted with its loss weight."""
+        return int(self.weight)
 
     @property
     def perplexity(self) -> float:
@@ -182,7 +189,7 @@ def evaluate(
     return EvaluationResult(
         mean_loss=means["loss"],
         accuracy=means["correct"],
-        num_tokens=int(weight),
+        weight=weight,
         metrics=metrics,
     )
 
@@ -192,21 +199,22 @@ def combine_results(results: Iterable[EvaluationResult]) -> EvaluationResult:
 
     Datasets without tokens do not count.
     """
-    num_tokens = 0
+    weights: list[float] = []
     loss_sums: list[float] = []
     correct_sums: list[float] = []
     for result in results:
         # The means of a dataset without tokens are NaN.
-        if result.num_tokens:
-            num_tokens += result.num_tokens
-            loss_sums.append(result.mean_loss * result.num_tokens)
-            correct_sums.append(result.accuracy * result.num_tokens)
-    if not num_tokens:
-        return EvaluationResult(mean_loss=math.nan, accuracy=math.nan, num_tokens=0)
+        if result.weight:
+            weights.append(result.weight)
+            loss_sums.append(result.mean_loss * result.weight)
+            correct_sums.append(result.accuracy * result.weight)
+    weight = math.fsum(weights)
+    if not weight:
+        return EvaluationResult(mean_loss=math.nan, accuracy=math.nan, weight=0.0)
     return EvaluationResult(
-        mean_loss=math.fsum(loss_sums) / num_tokens,
-        accuracy=math.fsum(correct_sums) / num_tokens,
-        num_tokens=num_tokens,
+        mean_loss=math.fsum(loss_sums) / weight,
+        accuracy=math.fsum(correct_sums) / weight,
+        weight=weight,
     )
 
 

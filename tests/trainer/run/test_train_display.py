@@ -29,7 +29,7 @@ LOG_LINE: StepLine = {
     "mfu": 0.42,
     "memory_bytes": 3 << 30,
 }
-EVALUATION = EvaluationResult(mean_loss=2.0, accuracy=0.5, num_tokens=1000)
+EVALUATION = EvaluationResult(mean_loss=2.0, accuracy=0.5, weight=1000)
 
 
 @dataclass

@@ -127,7 +127,7 @@ def test_evaluate_without_tokens_is_nan():
 
 
 def test_perplexity_of_a_huge_loss_is_finite():
-    assert EvaluationResult(mean_loss=1e6, accuracy=0.0, num_tokens=1).perplexity == math.exp(700)
+    assert EvaluationResult(mean_loss=1e6, accuracy=0.0, weight=1).perplexity == math.exp(700)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +235,13 @@ def test_combined_result_weighs_datasets_by_tokens():
     ]
     assert combine_results(parts) == EvaluationResult(2.5, 0.375, 40)
     assert math.isnan(combine_results(parts[2:]).mean_loss)
+
+
+def test_combined_result_weighs_fractions_of_tokens():
+    """Messages of conversations may have a loss weight below 1, and a dataset less than one token in all."""
+    parts = [EvaluationResult(2.0, 1.0, 4.5), EvaluationResult(4.0, 0.0, 0.5)]
+    assert combine_results(parts) == EvaluationResult(2.2, 0.9, 5.0)
+    assert parts[1].num_tokens == 0
 
 
 def test_evaluation_of_an_infinite_loss_is_infinite():
