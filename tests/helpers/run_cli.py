@@ -12,6 +12,10 @@ import pytest
 from prepcli.commands.cli.main import main
 from tests.helpers.tiny_checkpoints import read_tensors
 
+# Types of the fixtures `capsys` and `monkeypatch`.
+Capture = pytest.CaptureFixture[str]
+MonkeyPatch = pytest.MonkeyPatch
+
 
 def run_ok(*words: str) -> None:
     """Run a command that succeeds."""
@@ -29,14 +33,14 @@ def exported_tensors(source: str) -> dict[str, np.ndarray]:
     return read_tensors(Path("exported"))
 
 
-def run_failing(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
+def run_failing(capsys: Capture, code: int, *words: str) -> str:
     """Run a command that exits with `code`; return stderr."""
     capsys.readouterr()
     assert main([*words, "-q"]) == code
     return capsys.readouterr().err
 
 
-def error_lines(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def error_lines(capsys: Capture, *words: str) -> list[str]:
     """Run a command that fails; return the lines of its error."""
     assert main([*words, "-q"]) in (1, 2)
     out, err = capsys.readouterr()
@@ -45,7 +49,7 @@ def error_lines(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return err.splitlines()
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def run_json(capsys: Capture, *words: str) -> dict[str, Any]:
     """Run a command and return its JSON."""
     capsys.readouterr()
     assert main([*words, "--json"]) in (0, 1)
@@ -61,7 +65,7 @@ def _file_stats(folder: Path) -> dict[str, tuple[int, int]]:
     }
 
 
-def run_failing_unchanged(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[str]]:
+def run_failing_unchanged(capsys: Capture, *args: str) -> tuple[int, list[str]]:
     """Run a command that fails without changing any file; return its exit code and the lines of its error."""
     before = _file_stats(Path())
     code = main([*args, "-q"])

@@ -11,6 +11,7 @@ from prepcli.planning import object_files
 from prepcli.stores import byte_ranges
 from tests.helpers.faults import FaultSources, make_sources
 from tests.helpers.killing import KillSetup, make_setup
+from tests.helpers.run_cli import Capture, MonkeyPatch
 from tests.helpers.shared_steps import share_steps
 from tests.helpers.store_sites import OBJECT_NBYTES, StoreSite, make_home, open_site, read_files
 
@@ -20,6 +21,12 @@ def shared_steps() -> Iterator[None]:
     """Compile each training step and each decoding step once: tests of other packages replace what they trace."""
     with share_steps():
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    """Run each test in a folder of its own. A module that works in a shared folder has a fixture of this name."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="session")
@@ -36,11 +43,10 @@ def fault_sources(tmp_path_factory: pytest.TempPathFactory) -> FaultSources:
 
 @pytest.fixture
 def sources(
-    fault_sources: FaultSources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault_sources: FaultSources, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> FaultSources:
     """Copy the sources to the working folder of a test."""
     fault_sources.copy_to(tmp_path)
-    monkeypatch.chdir(tmp_path)
     return fault_sources
 
 
@@ -55,7 +61,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def site(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Path, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Capture
 ) -> Iterator[StoreSite]:
     """Serve a store with the checkpoints of `home`, and retry at once."""
     monkeypatch.setattr(byte_ranges, "FIRST_WAIT_S", 0.001)
@@ -64,6 +70,6 @@ def site(
 
 
 @pytest.fixture
-def small_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_objects(monkeypatch: MonkeyPatch) -> None:
     """Write small objects, so that a tiny model has many of them."""
     monkeypatch.setattr(object_files, "OBJECT_NBYTES", OBJECT_NBYTES)

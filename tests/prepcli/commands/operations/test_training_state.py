@@ -33,6 +33,11 @@ OVERRIDES = (
 )
 
 
+@pytest.fixture(autouse=True)
+def own_folder() -> None:
+    """Stay in the folder of the module's fixture."""
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with contextlib.chdir(tmp_path_factory.mktemp("run")):

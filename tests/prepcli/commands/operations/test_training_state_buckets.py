@@ -10,17 +10,18 @@ import pytest
 
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.object_server import FakeObjectStore, use_objects
-from tests.helpers.other_trainers import (
-    HALF,
-    make_folder,
-    train,
-)
-from tests.helpers.run_cli import run_json, run_ok
+from tests.helpers.other_trainers import HALF, make_folder, train
+from tests.helpers.run_cli import Capture, MonkeyPatch, run_json, run_ok
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS
 from tests.helpers.training_states import read_leaves, same_state
 
 # A family of all trainers.
 QWEN3 = FAMILY_CONFIGS["qwen3"]
+
+
+@pytest.fixture(autouse=True)
+def own_folder() -> None:
+    """Stay in the folder of the module's fixture."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def folder(tmp_path_factory) -> Iterator[None]:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
+def store(monkeypatch: MonkeyPatch) -> Iterator[FakeObjectStore]:
     """Serve an empty bucket."""
     with use_objects(monkeypatch) as store:
         yield store
@@ -51,11 +52,7 @@ WORDS = {
 
 @pytest.mark.parametrize("trainer", WORDS)
 def test_state_of_another_trainer_is_read_from_a_bucket(
-    folder: None,
-    store: FakeObjectStore,
-    trainer: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    folder: None, store: FakeObjectStore, trainer: str, tmp_path: Path, capsys: Capture
 ):
     url = f"gs://bucket/{trainer}"
     report = run_json(capsys, "export", "half", "--training-state", *WORDS[trainer], "--out", url)

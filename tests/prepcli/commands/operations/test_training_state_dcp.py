@@ -32,6 +32,11 @@ transformers = lazy_module("transformers")
 CONTINUE = ("model.path=from-torch", "data.tokenizer=tiny")
 
 
+@pytest.fixture(autouse=True)
+def own_folder() -> None:
+    """Stay in the folder of the module's fixture."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Iterator[None]:
     """Train in PyTorch to the middle, and move the state to prep and back."""

@@ -36,9 +36,8 @@ Change = Callable[[State], object]
 
 
 @pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> State:
+def state() -> State:
     """Write the model `tiny` with a trainer_state.json, and return a state of AdamW for it."""
-    monkeypatch.chdir(tmp_path)
     shapes = {name: t.shape for name, t in make_checkpoint(Path("tiny"), LLAMA, "float32").items()}
     Path("tiny/trainer_state.json").write_text(json.dumps({"global_step": STEP}))
     groups = optimizer_groups("llama", shapes)

@@ -57,6 +57,11 @@ ADAM = "opt_state.inner_state.1."
 AVERAGES = "model_averaging.model."
 
 
+@pytest.fixture(autouse=True)
+def own_folder() -> None:
+    """Stay in the folder of the module's fixture."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Iterator[None]:
     """Train to the middle of the run, and export the state."""
@@ -224,11 +229,7 @@ def test_import_names_other_leaves_of_averages(folder: None):
 
 
 @pytest.mark.parametrize(
-    ("leaf", "value"),
-    [
-        ("step", np.int32(-1)),
-        ("opt_state.count", np.float32(np.nan)),
-    ],
+    ("leaf", "value"), [("step", np.int32(-1)), ("opt_state.count", np.float32(np.nan))]
 )
 def test_invalid_counter_is_an_error(folder: None, capsys, leaf: str, value: np.generic):
     write_state("invalid", {leaf: np.asarray(value)})

@@ -44,6 +44,11 @@ QWEN3 = FAMILY_CONFIGS["qwen3"] | {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
 NO_DECAY = "optimizer.weight_decay=0.0"
 
 
+@pytest.fixture(autouse=True)
+def own_folder() -> None:
+    """Stay in the folder of the module's fixture."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Iterator[None]:
     """Train a LLaMA with heads of 16 elements to the middle of the run. MaxText divides its queries by 4."""

@@ -33,6 +33,11 @@ torch = lazy_module("torch")
 transformers = lazy_module("transformers")
 
 
+@pytest.fixture(autouse=True)
+def own_folder() -> None:
+    """Stay in the folder of the module's fixture."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Iterator[dict[int, float]]:
     """Train in prep, with a second run that stops in the middle, and with Trainer. Return the losses of prep."""

@@ -54,6 +54,11 @@ RECIPE = ('optimizer.decay_include=["re:."]',)
 OTHER_SETTINGS = ("optimizer.ema=0.9", "optimizer.clip_norm=0.5")
 
 
+@pytest.fixture(autouse=True)
+def own_folder() -> None:
+    """Stay in the folder of the module's fixture."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Iterator[None]:
     """Train to the middle of the run, and export the state."""
