@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, processors
 import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK
-from tests.helpers.run_cli import run_failing
+from tests.helpers.run_cli import run_failing, run_ok
+from tests.helpers.train_runs import set_keys
 from tests.helpers.training_folder import WORDS, make_training_folder
 
 BEGIN = 5
@@ -55,7 +56,7 @@ def test_tokens_of_training_are_those_of_the_tokenizer(capsys: pytest.CaptureFix
     is_begin = batch["targets"][0] == BEGIN
     assert is_begin.any()
     assert not batch["weights"][0][is_begin].any()
-    settings = [word for override in overrides for word in ("--set", override)]
+    settings = set_keys(*overrides)
     assert main(["tokenize", "recipe.toml", *settings, "--out", "again"]) == OK
     log = capsys.readouterr().err
     assert log.count("each document begins with w5, as the tokenizer begins a text") == 1
@@ -95,10 +96,10 @@ def test_stopped_run_without_the_token_says_how_to_resume(capsys: pytest.Capture
     # The data is not tokenized again before the refusal.
     assert sorted(Path().rglob("tokens.bin")) == stores != []
     assert "`--set data.add_bos=false` keeps it" in error
-    assert main([*train("data.add_bos=false"), "-q"]) == OK
+    run_ok(*train("data.add_bos=false"))
 
 
 def test_stopped_run_resumes_if_the_tokenizer_adds_nothing():
     make_training_folder()
     assert main([*train("data.add_bos=false"), "--stop-after", "2", "-q"]) in (OK, 75)
-    assert main([*train(), "-q"]) == OK
+    run_ok(*train())

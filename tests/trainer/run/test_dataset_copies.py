@@ -13,6 +13,7 @@ import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import USAGE
 from tests.helpers.run_cli import run_failing
+from tests.helpers.train_runs import set_keys
 from tests.helpers.training_folder import RECIPE, WORDS, make_training_folder
 
 SPLITS = {"train": "w1", "test": "w2", "validation": "w3"}
@@ -99,7 +100,7 @@ def test_batches_refuse_an_unknown_part(override: str):
 
 @pytest.mark.parametrize("command", ["tokenize", "plan"])
 def test_every_command_refuses_too_long_sequences(capsys: pytest.CaptureFixture[str], command: str):
-    arguments = [*COMMANDS[command], "--set", "model.preset=gpt2", "--set", "model.init=random"]
-    arguments += ["--set", "model.path=", "--set", "data.tokenizer=tiny"]
+    arguments = [*COMMANDS[command], *set_keys("model.preset=gpt2", "model.init=random")]
+    arguments += set_keys("model.path=", "data.tokenizer=tiny")
     error = run_failing(capsys, USAGE, *arguments, "--set", "data.seq_length=4096")
     assert "the model has 1024 positions" in error

@@ -18,6 +18,7 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK, UsageError
 from prepcli.formats.manifest import NO_MANIFEST, best_step, read_manifest, saved_steps
 from tests.helpers.run_cli import error_lines, run_failing, run_json, run_ok
+from tests.helpers.train_runs import set_keys
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 # The learning rate is too large, so that the loss rises after an early step.
@@ -26,7 +27,7 @@ PATIENT = (*DIVERGING, "eval.patience=2")
 
 
 def words(run: str, *settings: str) -> tuple[str, ...]:
-    keys = [word for setting in settings for word in ("--set", setting)]
+    keys = set_keys(*settings)
     return ("train", "recipe.toml", "--out", run, *keys)
 
 

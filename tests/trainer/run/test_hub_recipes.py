@@ -21,7 +21,7 @@ from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_recipes import HUB_RECIPES, NUM_ROWS, HubRecipe
 from tests.helpers.hub_server import serve_hub
 from tests.helpers.slow_cases import slow_except
-from tests.trainer.run.test_train import read_losses
+from tests.helpers.train_runs import read_losses, set_keys
 
 SHOWN_BY_DEFAULT = ("gemma-3-4b-chat", "qwen3-8b-tools", "olmo-2-7b-math")
 PLAN_COMMENT = re.compile(r"^# (Plan for .*)$", re.MULTILINE)
@@ -35,7 +35,7 @@ def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def run_with_hub(recipe: HubRecipe, command: str, *words: str) -> str:
     """Run a command with a recipe as it is shipped, except for sizes, and return its output."""
-    sets = [word for value in recipe.values for word in ("--set", value)]
+    sets = set_keys(*recipe.values)
     with serve_hub(recipe.repos(Path("model"))) as hub:
         environment = {**os.environ, **hub.environment(Path("home").absolute())}
         environment.pop("HF_HUB_OFFLINE", None)

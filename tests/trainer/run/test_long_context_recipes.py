@@ -11,7 +11,9 @@ from prepcli.commands.cli.main import main
 from prepcli.commands.operations.recipes import recipes_folder
 from prepcli.core.errors import OK
 from prepcli.formats.manifest import saved_steps
+from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
+from tests.helpers.train_runs import set_keys
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from trainer.recipe import load_recipe
 from trainer.recipe.tables import keys_of, value_of
@@ -37,9 +39,9 @@ def test_long_context_recipes_train(
     monkeypatch.chdir(tmp_path)
     make_checkpoint(Path("tiny"), LLAMA)
     write_tokenizer(Path("tiny"))
-    assert main(["save-init", "tiny", "--mesh", "1,2,4", "--pad-vocab", "auto", "-q"]) == OK
+    run_ok("save-init", "tiny", "--mesh", "1,2,4", "--pad-vocab", "auto")
     Path("train.jsonl").write_text(json.dumps({"text": " ".join(WORDS * 8)}) + "\n")
-    sets = [word for value in TINY_VALUES for word in ("--set", value)]
+    sets = set_keys(*TINY_VALUES)
     capsys.readouterr()
     recipe = recipes_folder() / f"{RECIPES[0]}.toml"
     assert main(["train", str(recipe), "--out", "run", "--json", *sets]) == OK

@@ -21,6 +21,8 @@ from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, read_manifest
 from prepcli.models.lora_config import lora_from_manifest
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.manifests import changed_manifest
+from tests.helpers.run_cli import run_code, run_ok
+from tests.helpers.train_runs import set_keys
 from tests.helpers.training_folder import make_training_folder
 from trainer.run.run_record import ENVIRONMENT_FILE
 
@@ -45,8 +47,8 @@ def trained_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("HF_HUB_OFFLINE", "1")
         make_training_folder()
         write_lora_recipe()
-        assert main(["train", "recipe.toml", "-q"]) == OK
-        assert main(["export", "runs/recipe", "--out", "adapter", "-q"]) == OK
+        run_ok("train", "recipe.toml")
+        run_ok("export", "runs/recipe", "--out", "adapter")
     return folder
 
 
@@ -114,7 +116,7 @@ def test_restart_keeps_the_adapter_that_it_starts_from(
     recipe.write_text(recipe.read_text().replace(LORA, '[lora]\npath = "runs/recipe/exports/3"\n'))
     Path("runs/recipe/exports").mkdir()
     shutil.copytree("adapter", "runs/recipe/exports/3")
-    assert main(["train", "recipe.toml", "--restart", "-q"]) == USAGE
+    assert run_code("train", "recipe.toml", "--restart") == USAGE
     assert "would delete runs/recipe/exports" in capsys.readouterr().err
     assert Path("runs/recipe/exports/3").is_dir()
 
@@ -134,30 +136,30 @@ def test_manifest_of_lora_step_names_the_base(trained: Path):
 
 
 def test_resume_on_another_base_is_an_error(work_dir: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["train", "recipe.toml", "--stop-after", "2", "-q"]) == STOPPED
+    assert run_code("train", "recipe.toml", "--stop-after", "2") == STOPPED
     shutil.copytree("tiny", "other")
     path = next(Path("other").glob("*.safetensors"))
     tensors = load_file(path)
     next(iter(tensors.values()))[0] += 1
     save_file(tensors, path)
-    assert main(["train", "recipe.toml", "--set", "model.path=other", "-q"]) == FAILED
+    assert run_code("train", "recipe.toml", "--set", "model.path=other") == FAILED
     assert "other differs from the checkpoint that the run began with" in capsys.readouterr().err
 
 
 def test_changed_adapter_settings_stop_a_resume(work_dir: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["train", "recipe.toml", "--stop-after", "2", "-q"]) == STOPPED
+    assert run_code("train", "recipe.toml", "--stop-after", "2") == STOPPED
     for key in ("lora.rank=8", "lora.rank=0"):
         words = ["--set", key] + (
             ["--set", "lora.targets=['attn.q', 'attn.v']"] if key.endswith("0") else []
         )
-        assert main(["train", "recipe.toml", *words, "-q"]) == FAILED
+        assert run_code("train", "recipe.toml", *words) == FAILED
         assert f"lora.rank: 4 -> {key[-1]}" in capsys.readouterr().err
 
 
 def test_exported_adapter_starts_another_run(trained: Path):
     recipe = Path("recipe.toml")
     recipe.write_text(recipe.read_text().replace(LORA, '\n[lora]\npath = "adapter"\n'))
-    assert main(["train", "recipe.toml", "--out", "second", "-q"]) == OK
+    run_ok("train", "recipe.toml", "--out", "second")
     first, second = (
         read_manifest(Path(run) / "3") or NO_MANIFEST for run in ("runs/recipe", "second")
     )
@@ -174,7 +176,7 @@ def test_adapter_of_a_multimodal_class_starts_a_run(trained: Path):
     path = Path("adapter/adapter_model.safetensors")
     recipe = Path("recipe.toml")
     recipe.write_text(recipe.read_text().replace(LORA, '\n[lora]\npath = "adapter"\n'))
-    assert main(["train", "recipe.toml", "--out", "second", "-q"]) == OK
+    run_ok("train", "recipe.toml", "--out", "second")
     tensors = load_file(path)
     renamed = {
         name.replace("model.layers.", "model.language_model.layers."): values
@@ -183,7 +185,7 @@ def test_adapter_of_a_multimodal_class_starts_a_run(trained: Path):
     assert renamed.keys().isdisjoint(tensors)
     save_file(renamed, path)
     (path.parent / MANIFEST_FILE).unlink()
-    assert main(["train", "recipe.toml", "--out", "third", "-q"]) == OK
+    run_ok("train", "recipe.toml", "--out", "third")
     second, third = (read_manifest(Path(run) / "3") or NO_MANIFEST for run in ("second", "third"))
     assert third.tensors == second.tensors
 
@@ -228,34 +230,31 @@ def test_exported_adapter_is_checked_on_every_read(
 
 def test_merge_refuses_another_base(adapter: Path, capsys: pytest.CaptureFixture[str]):
     other_model(row=0)
-    assert main(["merge", "adapter", "other", "--out", "merged", "-q"]) == FAILED
+    assert run_code("merge", "adapter", "other", "--out", "merged") == FAILED
     error = capsys.readouterr().err
     assert "adapter was trained with another base than other" in error
     assert "tiny-init" in error
     assert "--no-verify" in error
     assert not Path("merged").exists()
-    assert main(["merge", "adapter", "other", "--no-verify", "--out", "merged", "-q"]) == OK
+    run_ok("merge", "adapter", "other", "--no-verify", "--out", "merged")
     with pytest.raises(prep.PrepError, match="another base"):
         prep.merge("adapter", "other", "again")
     assert prep.merge("adapter", "other", "again", verify=False).path == Path("again")
 
 
 def test_merge_takes_its_base_in_other_formats(adapter: Path):
-    assert (
-        main(["reshard", "tiny-init", "--no-scan", "--compress", "zstd", "--out", "layers", "-q"])
-        == OK
-    )
+    run_ok("reshard", "tiny-init", "--no-scan", "--compress", "zstd", "--out", "layers")
     for base in ("tiny", "tiny-init", "layers"):
-        assert main(["merge", "adapter", base, "--out", f"merged-{base}", "-q"]) == OK
+        run_ok("merge", "adapter", base, "--out", f"merged-{base}")
 
 
 def test_merge_takes_adapters_without_a_digest(adapter: Path):
     other_model(row=0)
     with changed_manifest(adapter) as manifest:
         del manifest["base"]["sample_digest"]
-    assert main(["merge", "adapter", "other", "--out", "merged", "-q"]) == OK
+    run_ok("merge", "adapter", "other", "--out", "merged")
     (adapter / MANIFEST_FILE).unlink()
-    assert main(["merge", "adapter", "other", "--out", "merged", "--overwrite", "-q"]) == OK
+    run_ok("merge", "adapter", "other", "--out", "merged", "--overwrite")
 
 
 def test_merge_recognizes_the_base_of_a_run_from_a_hf_model(
@@ -263,12 +262,12 @@ def test_merge_recognizes_the_base_of_a_run_from_a_hf_model(
 ):
     words = ["--set", "model.path=tiny", "-q"]
     assert main(["train", "recipe.toml", *words]) == OK
-    assert main(["export", "runs/recipe", "--out", "adapter", "-q"]) == OK
+    run_ok("export", "runs/recipe", "--out", "adapter")
     other_model(row=3)
-    assert main(["merge", "adapter", "other", "-q"]) == FAILED
+    assert run_code("merge", "adapter", "other") == FAILED
     assert "another base" in capsys.readouterr().err
     for base in ("tiny", "tiny-init"):
-        assert main(["merge", "adapter", base, "--overwrite", "-q"]) == OK
+        run_ok("merge", "adapter", base, "--overwrite")
 
 
 def test_steps_of_adapters_are_not_complete_models(
@@ -278,7 +277,7 @@ def test_steps_of_adapters_are_not_complete_models(
         ["generate", "runs/recipe", "--tokens", "1,2"],
         ["export", "runs/recipe", "--layout", "easylm"],
     ):
-        assert main([*words, "-q"]) == USAGE
+        assert run_code(*words) == USAGE
         assert "only adapters" in capsys.readouterr().err
     words = ["train", "recipe.toml", "--set", "model.path=runs/recipe", "--out", "second", "-q"]
     assert main(words) == USAGE
@@ -290,27 +289,12 @@ def test_verify_refuses_to_compare_adapters_with_a_model(
 ):
     capsys.readouterr()
     for words in (["runs/recipe", "tiny-init"], ["tiny-init", "runs/recipe"]):
-        assert main(["verify", *words, "-q"]) == FAILED
+        assert run_code("verify", *words) == FAILED
         assert "runs/recipe has only adapters, and tiny-init is a model" in capsys.readouterr().err
 
 
 def test_resharded_adapters_keep_their_values(trained: Path):
-    assert (
-        main(
-            [
-                "reshard",
-                "runs/recipe",
-                "--mesh",
-                "1,1,8",
-                "--rule",
-                "kv_heads=none",
-                "--out",
-                "wide",
-                "-q",
-            ]
-        )
-        == OK
-    )
+    run_ok("reshard", "runs/recipe", "--mesh", "1,1,8", "--rule", "kv_heads=none", "--out", "wide")
     before, after = read_leaves(Path("runs/recipe/3")), read_leaves(Path("wide"))
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name], after[name]) for name in before)
@@ -327,8 +311,8 @@ def test_resharded_adapters_keep_their_values(trained: Path):
 def test_invalid_adapter_settings_are_errors(
     work_dir: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ):
-    options = [word for value in words for word in ("--set", value)]
-    assert main(["train", "recipe.toml", *options, "-q"]) == USAGE
+    options = set_keys(*words)
+    assert run_code("train", "recipe.toml", *options) == USAGE
     assert message in capsys.readouterr().err
 
 
@@ -337,7 +321,7 @@ def test_dry_run_counts_the_state_of_adapters_alone(
 ):
     assert main(["train", "recipe.toml", "--set", "lora.rank=1", "--dry-run", "--json"]) == OK
     lora = json.loads(capsys.readouterr().out)["memory"]
-    options = ["--set", "lora.rank=0", "--set", "lora.targets=['attn.q', 'attn.v']"]
+    options = set_keys("lora.rank=0", "lora.targets=['attn.q', 'attn.v']")
     assert main(["train", "recipe.toml", *options, "--dry-run", "--json"]) == OK
     full = json.loads(capsys.readouterr().out)["memory"]
     assert lora["moments"] < full["moments"] / 4
@@ -345,9 +329,9 @@ def test_dry_run_counts_the_state_of_adapters_alone(
 
 
 def test_full_run_does_not_resume_with_adapters(work_dir: Path, capsys: pytest.CaptureFixture[str]):
-    options = ["--set", "lora.rank=0", "--set", "lora.targets=['attn.q', 'attn.v']"]
-    assert main(["train", "recipe.toml", *options, "--stop-after", "2", "-q"]) == STOPPED
-    assert main(["train", "recipe.toml", "-q"]) == FAILED
+    options = set_keys("lora.rank=0", "lora.targets=['attn.q', 'attn.v']")
+    assert run_code("train", "recipe.toml", *options, "--stop-after", "2") == STOPPED
+    assert run_code("train", "recipe.toml") == FAILED
     assert "runs/recipe began without adapters" in capsys.readouterr().err
 
 
@@ -376,7 +360,7 @@ def test_dry_run_counts_modules_trained_as_a_whole(
 ):
     memory: list[dict[str, int]] = []
     for modules in ("[]", "['embed.tokens', 'head']"):
-        words = ["--set", f"lora.modules_to_save={modules}", "--set", "lora.dropout=0.1"]
+        words = set_keys(f"lora.modules_to_save={modules}", "lora.dropout=0.1")
         assert main(["train", "recipe.toml", *words, "--dry-run", "--json"]) == OK
         memory.append(json.loads(capsys.readouterr().out)["memory"])
     # Embedding and head [136, 32] on 8 devices: two moments of 4 bytes on each shard.
@@ -397,8 +381,8 @@ def test_dry_run_counts_modules_trained_as_a_whole(
 def test_invalid_settings_of_peft_are_errors(
     work_dir: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ):
-    options = [word for value in words for word in ("--set", value)]
-    assert main(["train", "recipe.toml", *options, "-q"]) == USAGE
+    options = set_keys(*words)
+    assert run_code("train", "recipe.toml", *options) == USAGE
     assert message in capsys.readouterr().err
 
 
@@ -424,5 +408,5 @@ def test_adapter_with_other_tensors_is_not_continued(
     config.write_text(json.dumps(settings))
     recipe = Path("recipe.toml")
     recipe.write_text(recipe.read_text().replace(LORA, '\n[lora]\npath = "adapter"\n'))
-    assert main(["train", "recipe.toml", "--out", "second", "-q"]) == FAILED
+    assert run_code("train", "recipe.toml", "--out", "second") == FAILED
     assert message in capsys.readouterr().err

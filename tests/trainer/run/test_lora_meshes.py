@@ -14,10 +14,11 @@ from safetensors.numpy import load_file
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK, STOPPED
 from tests.helpers.processes import finish, start_processes
+from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA
+from tests.helpers.train_runs import read_losses, set_keys
 from tests.helpers.training_folder import make_training_folder
-from tests.trainer.run.test_train import read_losses
 
 # The vocabulary of 131 tokens is padded to 136 rows.
 MIXTRAL = FAMILY_CONFIGS["mixtral"] | {"num_local_experts": 4}
@@ -47,7 +48,7 @@ MESHES = {
 def command(out: str, mesh: str, rules: Sequence[str] = ()) -> list[str]:
     """Return the command that trains four steps on a mesh."""
     settings = [f"mesh={mesh}", f"rules={list(rules)}", "train.steps=4"]
-    options = [word for setting in settings for word in ("--set", setting)]
+    options = set_keys(*settings)
     return ["train", "recipe.toml", "--out", out, *options, "-q"]
 
 
@@ -59,7 +60,7 @@ def train_on_one_device(out: str) -> None:
 
 def export(run: str) -> dict[str, np.ndarray]:
     """Return the tensors of the exported adapter of a run."""
-    assert main(["export", run, "--out", f"{run}-adapter", "-q"]) == OK
+    run_ok("export", run, "--out", f"{run}-adapter")
     return load_file(f"{run}-adapter/adapter_model.safetensors")
 
 

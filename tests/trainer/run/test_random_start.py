@@ -12,7 +12,9 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK, USAGE
 from prepcli.formats.manifest import saved_steps
 from prepcli.models.mesh import parse_mesh
+from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
+from tests.helpers.train_runs import set_keys
 from tests.helpers.training_folder import RECIPE, make_training_folder, write_tokenizer
 from trainer.recipe import load_recipe
 from trainer.run.start import random_start
@@ -32,8 +34,8 @@ def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def export_run(recipe_options: tuple[str, ...], out: str) -> dict[str, np.ndarray]:
-    assert main(["train", "recipe.toml", "--out", f"run-{out}", "-q", *recipe_options]) == OK
-    assert main(["export", f"run-{out}", "--out", out, "-q"]) == OK
+    run_ok("train", "recipe.toml", "--out", f"run-{out}", *recipe_options)
+    run_ok("export", f"run-{out}", "--out", out)
     return read_tensors(Path(out))
 
 
@@ -47,19 +49,12 @@ def test_random_start_trains_resumes_and_exports(
     assert main(["train", "recipe.toml", "--out", "run-parts", "-q", "--stop-after", "5"]) != OK
     resumed = export_run((), "parts")
     assert all(np.array_equal(tensors[name], resumed[name]) for name in tensors)
-    assert main(["verify", "whole", "run-whole", "-q"]) == OK
+    run_ok("verify", "whole", "run-whole")
 
 
 @pytest.mark.slow  # test_param_rounding compares random parameters of two meshes
 def test_random_start_does_not_depend_on_the_mesh(work_dir: Path):
-    one_step = (
-        "--set",
-        "train.steps=1",
-        "--set",
-        "optimizer.lr=1e-30",
-        "--set",
-        "optimizer.warmup_steps=0",
-    )
+    one_step = set_keys("train.steps=1", "optimizer.lr=1e-30", "optimizer.warmup_steps=0")
     meshes = {"split": "1,2,4", "whole": "8,1,1"}
     starts = [export_run((*one_step, "--set", f"mesh={mesh}"), out) for out, mesh in meshes.items()]
     assert all(np.array_equal(starts[0][name], starts[1][name]) for name in starts[0])
@@ -78,7 +73,7 @@ def test_random_start_from_a_preset_reads_the_named_tokenizer(work_dir: Path):
         RECIPE.replace('path = "tiny-init"', 'init = "random"\npreset = "gpt2"')
     )
     tensors = export_run(
-        ("--set", "data.tokenizer=tokens", "--set", f"model.overrides={small}"), "gpt2-small"
+        set_keys("data.tokenizer=tokens", f"model.overrides={small}"), "gpt2-small"
     )
     assert tensors["transformer.wte.weight"].shape == (131, 32)
     assert Path("gpt2-small/tokenizer.json").exists()
@@ -102,9 +97,7 @@ def test_random_start_from_a_preset_reads_the_named_tokenizer(work_dir: Path):
 def test_random_start_error_names_the_fault(
     work_dir: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
 ):
-    code = main(
-        ["train", "recipe.toml", *(word for option in options for word in ("--set", option))]
-    )
+    code = main(["train", "recipe.toml", *set_keys(*options)])
     assert code != OK
     assert message in capsys.readouterr().err
     assert not saved_steps(Path("runs/recipe"))

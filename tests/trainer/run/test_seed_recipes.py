@@ -14,8 +14,10 @@ from prepcli.commands.cli.main import main
 from prepcli.commands.operations.recipes import recipes_folder
 from prepcli.core.errors import OK
 from prepcli.formats.manifest import saved_steps
+from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT_NEO, LLAMA, make_checkpoint
+from tests.helpers.train_runs import set_keys
 from tests.helpers.training_folder import WORDS, write_tokenizer
 
 FULL_SIZE = [  # recipe, accelerator, devices, largest peak of one device in GB
@@ -120,7 +122,7 @@ def test_seed_recipes_fit(
 def test_seed_recipes_train(case: Tiny, capsys: pytest.CaptureFixture[str]):
     make_data()
     recipe = tiny_recipe(case)
-    sets = [word for value in case.values for word in ("--set", value)]
+    sets = set_keys(*case.values)
     capsys.readouterr()
     assert main(["train", str(recipe), "--out", "run", "--json", *sets]) == OK
     report = json.loads(capsys.readouterr().out)
@@ -143,7 +145,7 @@ def tiny_recipe(case: Tiny) -> Path:
     """Write a shipped recipe with a tiny model, its mesh and its tokenizer, and make that model."""
     make_checkpoint(Path("tiny"), case.config)
     write_tokenizer(Path("tiny"))
-    assert main(["save-init", "tiny", "--mesh", case.mesh, "--pad-vocab", "auto", "-q"]) == OK
+    run_ok("save-init", "tiny", "--mesh", case.mesh, "--pad-vocab", "auto")
     replacements = {
         r'^mesh = "[\d,]+"': f'mesh = "{case.mesh}"',
         r'^path = "(.*-init|llama-7b)"': 'path = "tiny-init"',

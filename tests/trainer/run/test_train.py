@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,13 +20,23 @@ from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.execution.training_folder import FolderStorage
 from prepcli.formats.manifest import saved_steps
 from tests.helpers.fork_server import PREP, run_python
+from tests.helpers.run_cli import run_code, run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
 from tests.helpers.token_stores import NAME, fill, write_shards, write_store
+from tests.helpers.train_runs import (
+    read_losses,
+    read_step_files,
+    set_keys,
+    start_train,
+    train_error,
+    train_json,
+    wait_for_step,
+)
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from tests.helpers.waiting import MAX_S
 from trainer.run.recipe_data import tokenize_progress
 from trainer.run.storage import describe_saved_progress
-from trainer.training.metrics import METRICS_FILE, read_metrics
+from trainer.training.metrics import METRICS_FILE
 
 BLOCKWISE_ON_TWO_DEVICES = (
     "mesh=1,2,1",
@@ -39,15 +47,6 @@ BLOCKWISE_ON_TWO_DEVICES = (
     "model.remat_policy=nothing_saveable",
     "train.steps=6",
 )
-
-
-def train_json(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
-    code = main(["train", "recipe.toml", "--json", *words])
-    return code, json.loads(capsys.readouterr().out)
-
-
-def read_losses(run: str) -> list[float]:
-    return [line["loss"] for line in read_metrics(Path(run) / METRICS_FILE) if "loss" in line]
 
 
 def test_finished_run_exports_and_resumes_without_steps(
@@ -65,13 +64,13 @@ def test_finished_run_exports_and_resumes_without_steps(
         METRICS_FILE,
         "recipe.toml",
     ]
-    assert main(["verify", "runs/recipe", "-q"]) == OK
-    assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
+    run_ok("verify", "runs/recipe")
+    run_ok("export", "runs/recipe", "--out", "learned")
     before, after = read_tensors(Path("tiny")), read_tensors(Path("learned"))
     assert {name: t.shape for name, t in before.items()} == {
         name: t.shape for name, t in after.items()
     }
-    assert main(["verify", "learned", "runs/recipe", "-q"]) == OK
+    run_ok("verify", "learned", "runs/recipe")
     capsys.readouterr()
     again, report = train_json(capsys)
     assert (again, report["resumed_at"], report["step"]) == (OK, 12, 12), (
@@ -84,7 +83,7 @@ def test_eval_loss_equals_transformers(work_dir: Path, capsys: pytest.CaptureFix
     transformers = pytest.importorskip("transformers")
     capsys.readouterr()
     report = train_json(capsys)[1]
-    assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
+    run_ok("export", "runs/recipe", "--out", "learned")
     model = transformers.AutoModelForCausalLM.from_pretrained("learned", dtype=torch.float32).eval()
     words = Path("text.txt").read_text().split()
     ids = torch.tensor([WORDS.index(word) for word in words] + [0])
@@ -112,30 +111,8 @@ MetricsWriter.write = write_and_signal
 """
 
 
-def start_train(*words: str, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "prepcli", "train", "recipe.toml", "--json", *words]
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", **variables}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def wait_for_step(running: subprocess.Popen[str], run: str, step: int) -> None:
-    while running.poll() is None and len(read_losses(run)) < step:
-        time.sleep(0.01)
-
-
-def read_step_files(run: str, step: int = 12) -> dict[str, bytes]:
-    folder = Path(run) / str(step)
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
 def test_stopped_run_resumes_to_the_same_bits(work_dir: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["train", "recipe.toml", "--out", "unbroken", "-q"]) == OK
+    run_ok("train", "recipe.toml", "--out", "unbroken")
     running = run_python(TRAIN_UNTIL_A_SIGNAL, "train", "recipe.toml", "--json", has_jax=True)
     report = json.loads(running.stdout)
     assert running.returncode == STOPPED
@@ -152,7 +129,7 @@ def run_compiled_apart(
     *words: str, settings: Sequence[str], code: int = OK, **variables: str
 ) -> None:
     """Train in a process that compiles the step on its own. Other tests share compiled steps."""
-    sets = [word for setting in settings for word in ("--set", setting)]
+    sets = set_keys(*settings)
     running = start_train(*words, *sets, JAX_ENABLE_COMPILATION_CACHE="false", **variables)
     out, _ = running.communicate(timeout=MAX_S)
     assert running.returncode == code, out
@@ -162,8 +139,8 @@ def run_compiled_apart(
 @pytest.mark.slow
 def test_separately_compiled_runs_end_in_the_same_bits(work_dir: Path):
     settings = ("train.steps=3", "data.holdout=0")
-    overrides = [word for setting in settings for word in ("--set", setting)]
-    assert main(["train", "recipe.toml", "--out", "one", "-q", *overrides]) == OK
+    overrides = set_keys(*settings)
+    run_ok("train", "recipe.toml", "--out", "one", *overrides)
     run_compiled_apart("--out", "other", settings=settings)
     assert read_losses("one") == read_losses("other")
     assert read_step_files("one", 3) == read_step_files("other", 3)
@@ -190,8 +167,8 @@ def test_separately_compiled_run_resumes_to_the_same_bits(work_dir: Path, flags:
 @pytest.mark.slow
 def test_killed_run_resumes_to_the_same_bits(work_dir: Path):
     """Kill each of 5 runs 4 times at random. With a checkpoint at every step, many kills happen during a save."""
-    often = ("--set", "checkpoint.every=1", "--set", "checkpoint.keep=3")
-    assert main(["train", "recipe.toml", "--out", "unbroken", "-q", *often]) == OK
+    often = set_keys("checkpoint.every=1", "checkpoint.keep=3")
+    run_ok("train", "recipe.toml", "--out", "unbroken", *often)
     moments = random.Random(0)
     for number in range(5):
         run = f"runs/{number}"
@@ -201,18 +178,10 @@ def test_killed_run_resumes_to_the_same_bits(work_dir: Path):
             time.sleep(moments.uniform(0, 0.3))
             running.kill()
             running.communicate()
-        assert main(["train", "recipe.toml", "--out", run, "-q", *often]) == OK
+        run_ok("train", "recipe.toml", "--out", run, *often)
         assert read_losses(run) == read_losses("unbroken")
         assert read_step_files(run) == read_step_files("unbroken")
         assert not list(Path(run).glob("*.partial"))
-
-
-def train_error(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str, str]:
-    capsys.readouterr()
-    code, report = train_json(capsys, *words)
-    error = report["error"]
-    assert error["code"] == code
-    return code, error["what"], error["why"], error["hint"]
 
 
 def test_mesh_with_too_many_devices_is_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
@@ -264,7 +233,7 @@ def test_tokenizer_larger_than_vocabulary_is_an_error(
 def test_missing_tokenizer_is_an_error(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     for path in work_dir.rglob("tokenizer.json"):
         path.unlink()
-    assert main(["verify", "tiny-init", "--accept", "tokenizer.json", "-q"]) == OK
+    run_ok("verify", "tiny-init", "--accept", "tokenizer.json")
     code, what, why, _ = train_error(capsys)
     assert (code, what) == (FAILED, "tiny-init/hf has no tokenizer")
     assert "looked for tokenizer.json, " in why
@@ -273,16 +242,14 @@ def test_missing_tokenizer_is_an_error(work_dir: Path, capsys: pytest.CaptureFix
 def test_too_long_sequences_are_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(work_dir / "neo", GPT_NEO)
     write_tokenizer(work_dir / "neo")
-    code, what, why, _ = train_error(
-        capsys, "--set", "model.path=neo", "--set", "data.seq_length=128"
-    )
+    code, what, why, _ = train_error(capsys, *set_keys("model.path=neo", "data.seq_length=128"))
     assert (code, what, why) == (USAGE, "`data.seq_length` is 128", "the model has 64 positions")
 
 
 def test_resume_rejects_changed_recipe_and_data(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     recipe = Path("recipe.toml").read_text()
     Path("recipe.toml").write_text(recipe.replace("decay_steps = 12\n", ""))
-    assert main(["train", "recipe.toml", "--stop-after", "2", "-q"]) == STOPPED
+    assert run_code("train", "recipe.toml", "--stop-after", "2") == STOPPED
     code, what, why, hint = train_error(capsys, "--set", "optimizer.weight_decay=0.5")
     assert (code, what) == (FAILED, "the run began with another recipe")
     assert why == "optimizer.weight_decay: 0.0 -> 0.5"
@@ -300,16 +267,11 @@ def test_resume_rejects_changed_recipe_and_data(work_dir: Path, capsys: pytest.C
     moved = ("--set", "data.path=moved.txt")
     changes = (
         *moved,
-        "--set",
-        "mesh=8,1,1",
-        "--set",
-        "train.log_every=5",
-        "--set",
-        "checkpoint.keep=1",
+        *set_keys("mesh=8,1,1", "train.log_every=5", "checkpoint.keep=1"),
     )
     assert main(["train", "recipe.toml", "-q", *changes]) == OK, "these may change"
     assert saved_steps(work_dir / "runs/recipe") == [12]
-    assert main(["train", "recipe.toml", "--restart", "--stop-after", "1", "-q", *moved]) == STOPPED
+    assert run_code("train", "recipe.toml", "--restart", "--stop-after", "1", *moved) == STOPPED
     assert saved_steps(work_dir / "runs/recipe") == [1]
 
 
@@ -329,7 +291,7 @@ def test_resume_in_another_environment_is_a_warning(
 
 def test_resume_needs_optimizer_state(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     words = ("--set", "checkpoint.optimizer_state=false")
-    assert main(["train", "recipe.toml", "--stop-after", "1", "-q", *words]) == STOPPED
+    assert run_code("train", "recipe.toml", "--stop-after", "1", *words) == STOPPED
     code, what, *_ = train_error(capsys, *words)
     assert (code, what) == (FAILED, "step 1 has no optimizer state to resume from")
 
@@ -359,13 +321,13 @@ def test_failed_start_does_not_block_the_next(work_dir: Path, capsys: pytest.Cap
     code, what, *_ = train_error(capsys, "--set", "data.seq_length=4000")
     assert (code, what) == (FAILED, "the data is shorter than one block")
     assert [path.name for path in (work_dir / "runs/recipe").iterdir()] == ["data"]
-    assert main(["train", "recipe.toml", "--dry-run", "-q"]) == OK
+    run_ok("train", "recipe.toml", "--dry-run")
 
 
 def test_restart_deletes_steps_only_after_checks(
     work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(["train", "recipe.toml", "--stop-after", "4", "-q"]) == STOPPED
+    assert run_code("train", "recipe.toml", "--stop-after", "4") == STOPPED
     code, what, *_ = train_error(capsys, "--restart", "--set", "data.path=nothing.txt")
     assert (code, what) == (FAILED, "no data in `nothing.txt`")
     code, what, *_ = train_error(capsys, "--restart", "--set", "model.path=runs/recipe/3")
@@ -394,13 +356,13 @@ def test_restart_deletes_no_file_that_it_starts_from(
 ):
     Path("other").mkdir()
     write_tokenizer(Path("other"), WORDS[::-1])
-    assert main(["train", "recipe.toml", "--stop-after", "4", "-q"]) == STOPPED
+    assert run_code("train", "recipe.toml", "--stop-after", "4") == STOPPED
     Path("runs/recipe/exports").mkdir()
-    assert main(["export", "runs/recipe/3", "--out", "runs/recipe/exports/3", "-q"]) == OK
+    run_ok("export", "runs/recipe/3", "--out", "runs/recipe/exports/3")
     if key == "model.config":
         recipe = Path("recipe.toml").read_text()
         Path("recipe.toml").write_text(recipe.replace('path = "tiny-init"', 'init = "random"'))
-    options = [word for setting in words for word in ("--set", setting)]
+    options = set_keys(*words)
     code, what, why, _ = train_error(capsys, "--restart", "--stop-after", "1", *options)
     assert (code, what) == (USAGE, f"`--restart` would delete {deleted}")
     assert f"`{key}`" in why
@@ -410,7 +372,7 @@ def test_restart_deletes_no_file_that_it_starts_from(
 
 def test_finished_run_needs_no_optimizer_state(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     words = ("--set", "checkpoint.optimizer_state=false")
-    assert main(["train", "recipe.toml", "-q", *words]) == OK
+    run_ok("train", "recipe.toml", *words)
     capsys.readouterr()
     code, report = train_json(capsys, *words)
     assert (code, report["output"], report["resumed_at"]) == (OK, "runs/recipe/12", 12)
@@ -419,10 +381,10 @@ def test_finished_run_needs_no_optimizer_state(work_dir: Path, capsys: pytest.Ca
 def test_unsupported_layout_is_rejected_before_work(
     work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(["save-init", "tiny", "--no-scan", "--mesh", "1,1,1", "--out", "apart", "-q"]) == OK
+    run_ok("save-init", "tiny", "--no-scan", "--mesh", "1,1,1", "--out", "apart")
     code, what, *_ = train_error(capsys, "--set", "model.path=apart")
     assert (code, what) == (USAGE, "layers cannot be scanned")
-    words = ("--set", "model.path=apart", "--set", "model.scan_layers=false")
+    words = set_keys("model.path=apart", "model.scan_layers=false")
     code, what, _, hint = train_error(capsys, *words)
     assert (code, what) == (USAGE, "vocabulary 131 cannot be split over mp 4")
     assert "`prep save-init MODEL --mesh 1,2,4 --pad-vocab auto`" in hint
@@ -430,11 +392,9 @@ def test_unsupported_layout_is_rejected_before_work(
 
 
 def test_renamed_recipe_resumes_with_out(work_dir: Path):
-    assert main(["train", "recipe.toml", "--stop-after", "1", "-q"]) == STOPPED
+    assert run_code("train", "recipe.toml", "--stop-after", "1") == STOPPED
     Path("recipe.toml").rename("other.toml")
-    assert (
-        main(["train", "other.toml", "--out", "runs/recipe", "--stop-after", "1", "-q"]) == STOPPED
-    )
+    assert run_code("train", "other.toml", "--out", "runs/recipe", "--stop-after", "1") == STOPPED
     assert saved_steps(work_dir / "runs/recipe") == [1, 2]
 
 

@@ -19,6 +19,7 @@ from prepcli.formats.manifest import MANIFEST_FILE, RECIPE_FILE, listed_steps
 from tests.helpers.fork_server import ForkedProcess
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.processes import finish, start_processes
+from tests.helpers.train_runs import set_keys
 from tests.helpers.training_folder import make_training_folder
 from tests.helpers.waiting import wait_until
 from tests.trainer.run.test_wandb_log import FakeWandb
@@ -38,8 +39,8 @@ SETTINGS = (
     "data.holdout=0",
     "train.steps=4",
 )
-OVERRIDES = [word for setting in SETTINGS for word in ("--set", setting)]
-EIGHT_DEVICES = [word for setting in ("mesh=1,2,4", *SETTINGS[1:]) for word in ("--set", setting)]
+OVERRIDES = set_keys(*SETTINGS)
+EIGHT_DEVICES = set_keys("mesh=1,2,4", *SETTINGS[1:])
 
 
 @pytest.fixture
@@ -293,7 +294,7 @@ def test_kill_in_an_upload_keeps_earlier_steps(store: FakeObjectStore, count: in
 @pytest.mark.slow
 def test_processes_save_to_a_bucket_as_to_a_folder(store: FakeObjectStore):
     """Two processes on a mesh of 2 x 2 devices, resumed by four and by one."""
-    words = ("--set", "checkpoint.every=1", "--set", "mesh=1,2,2")
+    words = set_keys("checkpoint.every=1", "mesh=1,2,2")
     folder = ["train", "recipe.toml", "--out", "local", *OVERRIDES]
     results = finish(start_processes(*folder, count=2, devices=2, env={"PYTHONPATH": str(ROOT)}))
     assert [code for code, _, _ in results] == [OK] * 2, results

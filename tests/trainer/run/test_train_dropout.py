@@ -10,16 +10,13 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, STOPPED
 from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
-from tests.trainer.run.test_train import train_error
+from tests.helpers.train_runs import set_keys, train_error
 from trainer.run.summary import dropout_text
 
 pytestmark = pytest.mark.usefixtures("work_dir")
 
-DROPOUT = (
-    "--set",
-    "model.dropout={attention = 0.1, residual = 0.25}",
-    "--set",
-    "model.fcm_ratio=[0.0, 0.15]",
+DROPOUT = set_keys(
+    "model.dropout={attention = 0.1, residual = 0.25}", "model.fcm_ratio=[0.0, 0.15]"
 )
 
 
@@ -52,8 +49,6 @@ def test_run_with_dropout_prints_it_and_keeps_it(capsys: pytest.CaptureFixture[s
 def test_invalid_rate_in_config_json_is_an_error(capsys: pytest.CaptureFixture[str]):
     path = Path("tiny/config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": 2}))
-    code, what, why, _ = train_error(
-        capsys, "--set", "model.path=tiny", "--set", "model.dropout=config"
-    )
+    code, what, why, _ = train_error(capsys, *set_keys("model.path=tiny", "model.dropout=config"))
     assert (code, what) == (FAILED, "config.json is invalid")
     assert why == "attention_dropout is 2, it must be a number from 0 to below 1"

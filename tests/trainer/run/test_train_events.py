@@ -29,7 +29,7 @@ from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import hub_environment
 from tests.helpers.push_server import TOKEN, serve_push_hub
 from tests.helpers.run_cli import error_lines, run_failing, run_json, run_ok
-from tests.trainer.run.test_train import read_losses, start_train, wait_for_step
+from tests.helpers.train_runs import read_losses, set_keys, start_train, wait_for_step
 from trainer.run.run_record import ENVIRONMENT_FILE
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
@@ -40,10 +40,6 @@ BEST = (
     "checkpoint.every=0",
 )
 MAX_KILLS = 12  # one per step
-
-
-def set_keys(*settings: str) -> list[str]:
-    return [word for setting in settings for word in ("--set", setting)]
 
 
 def train(run: str, *settings: str, words: tuple[str, ...] = ()) -> None:
@@ -141,7 +137,7 @@ def test_kills_keep_best_steps_milestones_and_exports(work_dir: Path, seed: int)
         "checkpoint.export_every=4",
         "mesh=1,1,8",
     )
-    command = [*set_keys(*settings), "--set", "optimizer.lr=0.3", "--set", "optimizer.clip_norm=0"]
+    command = [*set_keys(*settings), *set_keys("optimizer.lr=0.3", "optimizer.clip_norm=0")]
     run_ok("train", "recipe.toml", "--out", "whole", *command)
     assert kill_until_done(command, Random(seed)) > 0
     run_ok("train", "recipe.toml", "--out", "killed", *command)

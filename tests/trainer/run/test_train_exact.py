@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK
 from tests.helpers.processes import finish, start_processes
+from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import read_tensors
+from tests.helpers.train_runs import set_keys
 from tests.helpers.training_folder import make_training_folder
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
@@ -22,11 +23,11 @@ def train(
     name: str, mesh: str, *, count: int, devices: int
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     """Train in some processes, and return log lines without timings, and the bytes of the exported tensors."""
-    overrides = [word for setting in (*EXACT, f"mesh={mesh}") for word in ("--set", setting)]
+    overrides = set_keys(*EXACT, f"mesh={mesh}")
     words = ("train", "recipe.toml", "--out", name, *overrides)
     results = finish(start_processes(*words, count=count, devices=devices))
     assert [code for code, _, _ in results] == [OK] * count, results
-    assert main(["export", name, "--out", f"{name}-tensors", "-q"]) == OK
+    run_ok("export", name, "--out", f"{name}-tensors")
     lines = read_metrics(Path(name) / METRICS_FILE)
     tensors = {
         path: tensor.tobytes() for path, tensor in read_tensors(Path(f"{name}-tensors")).items()

@@ -12,6 +12,7 @@ from prepcli.launch.local import free_port
 from tests.helpers.fork_server import ForkedProcess, run_prep
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.run_cli import run_failing
+from tests.helpers.train_runs import set_keys
 from tests.helpers.training_folder import make_training_folder
 
 ONE_TASK = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
@@ -89,7 +90,7 @@ def test_train_goes_on_after_a_process_of_another_job(
 ):
     monkeypatch.chdir(tmp_path)
     make_training_folder()
-    port, short = free_port(), ("--set", "train.steps=2", "--set", "optimizer.warmup_steps=1")
+    port, short = free_port(), set_keys("train.steps=2", "optimizer.warmup_steps=1")
     first = start_process(*short, index=0, count=2, port=port)
     [(code, _, err)] = finish(
         [start_process(*short, "--set", "name=other", index=1, count=2, port=port)]
@@ -107,10 +108,7 @@ def test_local_devices_are_simulated_on_cpus(work_dir: Path):
         "train",
         "recipe.toml",
         "--dry-run",
-        "--set",
-        "mesh=1,2,1",
-        "--set",
-        "cluster.n_local_devices=2",
+        *set_keys("mesh=1,2,1", "cluster.n_local_devices=2"),
     )
     done = run_prep(*words, cwd=work_dir)
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ from tests.helpers.chat_masks import (
 )
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT2, make_checkpoint
-from tests.trainer.run.test_train import read_losses
+from tests.helpers.train_runs import read_losses
 from tests.trainer.training.test_data_shape import LAYOUTS, TEMPLATE
 
 END = "<|im_end|>"

@@ -10,6 +10,7 @@ import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK, DamagedError, PrepError
 from tests.helpers.run_cli import run_ok
+from tests.helpers.train_runs import set_keys
 
 pytestmark = pytest.mark.usefixtures("work_dir")
 
@@ -25,7 +26,7 @@ def change_byte(path: Path) -> None:
 def test_locked_model_trains_and_a_changed_one_does_not():
     prep.lock("tiny", "start.json")
     from_folder = (*ONE_STEP, "model.path=tiny")
-    run_ok("train", "recipe.toml", *(word for key in from_folder for word in ("--set", key)))
+    run_ok("train", "recipe.toml", *set_keys(*from_folder))
     change_byte(max(Path("tiny").glob("*.safetensors")))
     with pytest.raises(DamagedError, match="is damaged"):
         prep.train("recipe.toml", "other", overrides=from_folder)

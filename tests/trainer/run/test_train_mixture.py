@@ -11,8 +11,8 @@ import pytest
 
 from prepcli.core.errors import FAILED, OK, STOPPED
 from tests.helpers.object_server import use_objects
+from tests.helpers.train_runs import train_json
 from tests.helpers.training_folder import RECIPE, WORDS, make_training_folder
-from tests.trainer.run.test_train import train_json
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 SOURCES = """

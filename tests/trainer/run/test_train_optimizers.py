@@ -11,18 +11,20 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK, STOPPED, USAGE
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.optimizers import KEYS
+from tests.helpers.run_cli import run_ok
+from tests.helpers.train_runs import set_keys
 from tests.helpers.training_states import read_leaves, same_state
 
 RULE = {"adafactor": ["min_factored_size=8"], "palm": ["warmup_steps=10"]}
 COMPACT = ["ema=0.9", "moment_dtype=bfloat16", "decay_exclude=re:attn"]
 FREEZE = "freeze=['embed.tokens', 're:mlp|norm']"  # what is not frozen takes time to compile
-STEPS = ["--set", "train.steps=4", "--set", "checkpoint.every=0", "-q"]
+STEPS = [*set_keys("train.steps=4", "checkpoint.every=0"), "-q"]
 
 
 def options_of(name: str) -> list[str]:
     """Return the `--set` options of an optimizer with all that it can keep between steps."""
     keys = [f"type={name}", *RULE.get(name, []), *COMPACT, FREEZE]
-    return [word for key in keys for word in ("--set", f"optimizer.{key}")]
+    return set_keys(*(f"optimizer.{key}" for key in keys))
 
 
 # By default test_bfloat16_run_is_saved_resumed_and_exported takes these steps with AdamW, and test_resume
@@ -41,14 +43,14 @@ def test_stopped_run_resumes_and_reshards(work_dir: Path, name: str):
         assert same_state(state, read_leaves(whole))
     assert any(leaf.startswith("opt_state.ema.layers") for leaf in state)
     assert not any(leaf.startswith("opt_state") and leaf.endswith("embed.tokens") for leaf in state)
-    assert main(["reshard", "parts", "--mesh", "1,4,2", "--no-scan", "--out", "apart", "-q"]) == OK
-    assert main(["verify", "apart", "parts", "-q"]) == OK
-    assert main(["export", "apart", "--out", "learned", "-q"]) == OK
-    assert main(["verify", "learned", "parts", "-q"]) == OK
+    run_ok("reshard", "parts", "--mesh", "1,4,2", "--no-scan", "--out", "apart")
+    run_ok("verify", "apart", "parts")
+    run_ok("export", "apart", "--out", "learned")
+    run_ok("verify", "learned", "parts")
 
 
 def test_run_without_optimizer_state_resumes(work_dir: Path):
-    options = ["--set", "optimizer.type=sgd", "--set", "optimizer.momentum=0.0", *STEPS]
+    options = [*set_keys("optimizer.type=sgd", "optimizer.momentum=0.0"), *STEPS]
     assert (
         main(["train", "recipe.toml", "--out", "plain", "--stop-after", "2", *options]) == STOPPED
     )
@@ -89,6 +91,6 @@ def test_float16_run_trains(work_dir: Path):
 def test_wrong_optimizer_keys_are_errors(
     work_dir: Path, capsys: pytest.CaptureFixture[str], keys: list[str], words: str
 ):
-    options = [word for key in keys for word in ("--set", f"optimizer.{key}")]
+    options = set_keys(*(f"optimizer.{key}" for key in keys))
     assert main(["train", "recipe.toml", *options]) == USAGE
     assert words in " ".join(capsys.readouterr().err.split())

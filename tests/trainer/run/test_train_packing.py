@@ -11,8 +11,9 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK
+from tests.helpers.run_cli import run_ok
+from tests.helpers.train_runs import read_losses, set_keys
 from tests.helpers.training_folder import WORDS, make_training_folder
-from tests.trainer.run.test_train import read_losses
 
 END = 0  # the model's end-of-sequence token
 PACKED = ("type=json", "path=train.jsonl", "eval_path=eval.jsonl", "holdout=0", "packing=documents")
@@ -58,7 +59,7 @@ def test_loss_of_packed_documents_equals_transformers(
             "train",
             "recipe.toml",
             "--json",
-            *(word for key in PACKED for word in ("--set", f"data.{key}")),
+            *set_keys(*(f"data.{key}" for key in PACKED)),
         ]
     )
     captured = capsys.readouterr()
@@ -66,5 +67,5 @@ def test_loss_of_packed_documents_equals_transformers(
     report = json.loads(captured.out)
     assert report["loss"] < read_losses("runs/recipe")[0] - 0.1
     assert "sequences of 16" in captured.err
-    assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
+    run_ok("export", "runs/recipe", "--out", "learned")
     assert report["eval_loss"] == pytest.approx(transformers_loss(documents, 16), rel=1e-5)

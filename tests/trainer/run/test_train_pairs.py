@@ -13,16 +13,18 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.formats.manifest import saved_steps
 from tests.helpers.manifests import changed_manifest
+from tests.helpers.run_cli import run_code, run_ok
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint, read_tensors
-from tests.helpers.training_folder import WORDS, write_tokenizer
-from tests.trainer.run.test_train import (
+from tests.helpers.train_runs import (
     read_losses,
     read_step_files,
+    set_keys,
     start_train,
     train_error,
     train_json,
     wait_for_step,
 )
+from tests.helpers.training_folder import WORDS, write_tokenizer
 
 RECIPE = """\
 seed = 3
@@ -80,7 +82,7 @@ def make_pairs_folder() -> None:
     """Write a recipe, pairs, a T5 model and its init to the current folder."""
     make_checkpoint(Path("tiny"), FAMILY_CONFIGS["t5"])
     write_tokenizer(Path("tiny"))
-    assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
+    run_ok("save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4")
     Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs()))
     Path("recipe.toml").write_text(RECIPE)
 
@@ -103,7 +105,7 @@ def test_seq2seq_loss_equals_transformers(work_dir: Path, capsys: pytest.Capture
     assert kind["tokens_per_s"] == pytest.approx(8 * (9 + 6) / kind["step_s"])
     assert main(["plan", "recipe.toml"]) == OK
     assert "batch 8 x 15 = 120 tokens per step" in capsys.readouterr().out
-    assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
+    run_ok("export", "runs/recipe", "--out", "learned")
     assert read_tensors(Path("learned")).keys() == read_tensors(Path("tiny")).keys()
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -125,33 +127,24 @@ def test_seq2seq_loss_equals_transformers(work_dir: Path, capsys: pytest.Capture
 @pytest.mark.slow
 def test_loss_does_not_depend_on_execution_options(work_dir: Path):
     """Micro-batches, unstacked layers and another mesh change the loss only by rounding."""
-    assert (
-        main(["train", "recipe.toml", "--set", "mesh=1,4,2", "--stop-after", "3", "-q"]) == STOPPED
-    )
-    assert (
-        main(["save-init", "tiny", "--no-scan", "--pad-vocab", "8", "--out", "apart", "-q"]) == OK
-    )
+    assert run_code("train", "recipe.toml", "--set", "mesh=1,4,2", "--stop-after", "3") == STOPPED
+    run_ok("save-init", "tiny", "--no-scan", "--pad-vocab", "8", "--out", "apart")
     words = ("model.path=apart", "model.scan_layers=false", "batch.accumulate=2", "mesh=2,2,2")
-    sets = [
-        part for word in (*words, "model.remat_policy=nothing_saveable") for part in ("--set", word)
-    ]
-    assert (
-        main(["train", "recipe.toml", "--out", "other", "--stop-after", "3", "-q", *sets])
-        == STOPPED
-    )
+    sets = set_keys(*words, "model.remat_policy=nothing_saveable")
+    assert run_code("train", "recipe.toml", "--out", "other", "--stop-after", "3", *sets) == STOPPED
     assert read_losses("other") == pytest.approx(read_losses("runs/recipe"), rel=1e-5)
 
 
 @pytest.mark.slow
 def test_killed_seq2seq_run_resumes_to_the_same_bits(work_dir: Path):
-    assert main(["train", "recipe.toml", "--out", "unbroken", "-q"]) == OK
+    run_ok("train", "recipe.toml", "--out", "unbroken")
     running = start_train()
     wait_for_step(running, "runs/recipe", 5)
     running.kill()
     running.communicate()
-    assert main(["train", "recipe.toml", "--stop-after", "2", "-q"]) == STOPPED
+    assert run_code("train", "recipe.toml", "--stop-after", "2") == STOPPED
     assert saved_steps(Path("runs/recipe"))[-1] < 12
-    assert main(["train", "recipe.toml", "-q"]) == OK
+    run_ok("train", "recipe.toml")
     assert read_losses("runs/recipe") == read_losses("unbroken")
     assert read_step_files("runs/recipe") == read_step_files("unbroken")
 
@@ -171,7 +164,7 @@ def test_mismatch_of_data_and_model_is_rejected(work_dir: Path, capsys: pytest.C
         ):
             cleared = cleared.replace(line, "")
         Path("other.toml").write_text(cleared)
-        sets = [part for word in words for part in ("--set", word)]
+        sets = set_keys(*words)
         capsys.readouterr()
         code = main(["train", "other.toml", "--json", *sets])
         out = capsys.readouterr().out
@@ -181,7 +174,7 @@ def test_mismatch_of_data_and_model_is_rejected(work_dir: Path, capsys: pytest.C
         assert "or on text by span corruption" in error["why"]
     make_checkpoint(work_dir / "llama", LLAMA)
     write_tokenizer(work_dir / "llama")
-    assert main(["save-init", "llama", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
+    run_ok("save-init", "llama", "--pad-vocab", "8", "--mesh", "1,2,4")
     code, what, why = train_refusal(capsys, "--set", "model.path=llama-init")
     assert (code, what) == (USAGE, "`data.source_length` is 9")
     assert why == "llama has no encoder to read the source columns in brackets"

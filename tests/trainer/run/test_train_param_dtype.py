@@ -18,18 +18,13 @@ from prepcli.core.errors import FAILED, OK, STOPPED
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.models.param_tree import flatten_tree
 from prepcli.restore.item_reader import open_reader
+from tests.helpers.run_cli import run_code, run_ok
+from tests.helpers.train_runs import set_keys
 from tests.helpers.training_folder import make_training_folder
 from tests.helpers.training_states import read_leaves, same_state
 
-OPTIONS = [
-    "--set",
-    "model.param_dtype=bfloat16",
-    "--set",
-    "train.steps=4",
-    "--set",
-    "checkpoint.every=0",
-]
-LORA = ["--set", "lora.rank=4", "--set", "lora.targets=['attn.q']"]
+OPTIONS = set_keys("model.param_dtype=bfloat16", "train.steps=4", "checkpoint.every=0")
+LORA = set_keys("lora.rank=4", "lora.targets=['attn.q']")
 
 
 @pytest.fixture
@@ -57,8 +52,7 @@ def test_bfloat16_run_is_saved_resumed_and_exported(
     assert "parameters float32 -> bfloat16: " in words
     assert f" of {num_values:,} values changed" in words
     assert (
-        main(["train", "recipe.toml", "--out", "parts", "--stop-after", "2", *OPTIONS, "-q"])
-        == STOPPED
+        run_code("train", "recipe.toml", "--out", "parts", "--stop-after", "2", *OPTIONS) == STOPPED
     )
     capsys.readouterr()
     assert main(["train", "recipe.toml", "--out", "parts", *OPTIONS]) == OK
@@ -73,11 +67,11 @@ def test_bfloat16_run_is_saved_resumed_and_exported(
     } == {"float32"}
     manifest = json.loads(Path("parts", "4", MANIFEST_FILE).read_bytes())
     assert 'param_dtype = "bfloat16"' in manifest["recipe"]
-    assert main(["reshard", "parts", "--mesh", "1,4,2", "--no-scan", "--out", "apart", "-q"]) == OK
-    assert main(["verify", "apart", "parts", "-q"]) == OK
-    assert main(["export", "apart", "--out", "narrow", "-q"]) == OK
-    assert main(["verify", "narrow", "parts", "-q"]) == OK
-    assert main(["export", "parts", "--dtype", "float32", "--out", "wide", "-q"]) == OK
+    run_ok("reshard", "parts", "--mesh", "1,4,2", "--no-scan", "--out", "apart")
+    run_ok("verify", "apart", "parts")
+    run_ok("export", "apart", "--out", "narrow")
+    run_ok("verify", "narrow", "parts")
+    run_ok("export", "parts", "--dtype", "float32", "--out", "wide")
     for checkpoint in ("parts", "narrow", "wide"):
         for path, leaf in flatten_tree(prep.load_params(checkpoint, "1,2,4")).items():
             # An export has no padding rows.
@@ -88,7 +82,7 @@ def test_bfloat16_run_is_saved_resumed_and_exported(
 def test_float32_run_starts_from_a_bfloat16_step(
     work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(["train", "recipe.toml", "--out", "narrow", *OPTIONS, "-q"]) == OK
+    run_ok("train", "recipe.toml", "--out", "narrow", *OPTIONS)
     capsys.readouterr()
     options = ["--set", "model.path=narrow/4", "--stop-after", "3"]
     assert main(["train", "recipe.toml", "--out", "wide", *options]) == STOPPED
@@ -102,10 +96,9 @@ def test_float32_run_starts_from_a_bfloat16_step(
 def test_run_does_not_resume_with_another_param_dtype(
     work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(["train", "recipe.toml", "--stop-after", "1", *OPTIONS, "-q"]) == STOPPED
+    assert run_code("train", "recipe.toml", "--stop-after", "1", *OPTIONS) == STOPPED
     assert (
-        main(["train", "recipe.toml", *OPTIONS, "--set", "model.param_dtype=float32", "-q"])
-        == FAILED
+        run_code("train", "recipe.toml", *OPTIONS, "--set", "model.param_dtype=float32") == FAILED
     )
     assert 'model.param_dtype: "bfloat16" -> "float32"' in capsys.readouterr().err
 
@@ -114,14 +107,14 @@ def test_run_does_not_resume_with_another_param_dtype(
 @pytest.mark.slow
 def test_bfloat16_adapters_are_saved_and_exported(work_dir: Path):
     assert (
-        main(["train", "recipe.toml", "--out", "run", *OPTIONS, *LORA, "--stop-after", "2", "-q"])
+        run_code("train", "recipe.toml", "--out", "run", *OPTIONS, *LORA, "--stop-after", "2")
         == STOPPED
     )
-    assert main(["train", "recipe.toml", "--out", "run", *OPTIONS, *LORA, "-q"]) == OK
+    run_ok("train", "recipe.toml", "--out", "run", *OPTIONS, *LORA)
     params = {name: leaf for name, leaf in read_step("run/4").items() if name.startswith("params.")}
     assert {leaf.dtype.name for leaf in params.values()} == {"bfloat16"}
-    assert main(["export", "run", "--out", "adapter", "-q"]) == OK
-    assert main(["merge", "adapter", "tiny", "--out", "merged", "-q"]) == OK
+    run_ok("export", "run", "--out", "adapter")
+    run_ok("merge", "adapter", "tiny", "--out", "merged")
 
 
 @pytest.mark.slow  # test_random_start and the tests above show each
@@ -130,6 +123,6 @@ def test_random_start_in_bfloat16_saves_bfloat16(work_dir: Path):
     recipe.write_text(
         recipe.read_text().replace('path = "tiny-init"', 'init = "random"\nconfig = "tiny"')
     )
-    assert main(["train", "recipe.toml", "--out", "run", *OPTIONS, "-q"]) == OK
+    run_ok("train", "recipe.toml", "--out", "run", *OPTIONS)
     params = {name: leaf for name, leaf in read_step("run/4").items() if name.startswith("params.")}
     assert {leaf.dtype.name for leaf in params.values()} == {"bfloat16"}

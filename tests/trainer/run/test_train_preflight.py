@@ -13,9 +13,10 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, USAGE
 from prepcli.formats.manifest import saved_steps
 from prepcli.restore.weights_reader import WeightsReader
+from tests.helpers.run_cli import run_code, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
+from tests.helpers.train_runs import set_keys, train_error, train_json
 from tests.helpers.training_folder import RECIPE, WORDS, write_tokenizer
-from tests.trainer.run.test_train import train_error, train_json
 from trainer.data import files as data_files
 from trainer.data import tokenize
 from trainer.distributed import agreement
@@ -30,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(root)
         make_checkpoint(Path("tiny"), LLAMA)
         write_tokenizer(Path("tiny"))
-        assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
+        run_ok("save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4")
         Path("text.txt").write_text(" ".join(WORDS * 20))
         Path("recipe.toml").write_text(RECIPE)
     return root
@@ -70,14 +71,14 @@ def _reads_nothing(monkeypatch: pytest.MonkeyPatch):
 def test_invalid_recipe_is_found_before_work(
     model: str, sets: str, code: int, what: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert train_error(capsys, "--set", sets, "--set", f"model.path={model}")[:2] == (code, what)
+    assert train_error(capsys, *set_keys(sets, f"model.path={model}"))[:2] == (code, what)
     assert not Path("runs").exists()
 
 
 @pytest.mark.usefixtures("_reads_nothing")
 def test_length_that_sp_does_not_divide_is_found_before_work(capsys: pytest.CaptureFixture[str]):
     sets = ("mesh=dp:2,sp:4", "model.attention_kernel=blockwise", "data.seq_length=12")
-    error = train_error(capsys, *(word for text in sets for word in ("--set", text)))
+    error = train_error(capsys, *set_keys(*sets))
     assert error == (
         USAGE,
         "`data.seq_length` is 12: 12 tokens cannot be split over sp 4",
@@ -118,7 +119,7 @@ def test_eval_data_is_checked_before_training_data(capsys: pytest.CaptureFixture
 
 def dry_run(capsys: pytest.CaptureFixture[str], *sets: str) -> tuple[dict[str, Any], str]:
     capsys.readouterr()
-    words = [word for key_value in sets for word in ("--set", key_value)]
+    words = set_keys(*sets)
     code = main(["train", "recipe.toml", "--dry-run", "--json", *words])
     out, err = capsys.readouterr()
     assert code == OK, out
@@ -167,7 +168,7 @@ def test_dry_run_names_the_kernel_and_its_reason(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.usefixtures("_reads_nothing")
 def test_kernel_without_split_sequences_refuses_sp(capsys: pytest.CaptureFixture[str]):
-    error = train_error(capsys, "--set", "model.attention_kernel=reference", "--set", "mesh=sp:8")
+    error = train_error(capsys, *set_keys("model.attention_kernel=reference", "mesh=sp:8"))
     assert error == (
         USAGE,
         "attention kernel `reference` cannot compute this model's attention",
@@ -195,9 +196,7 @@ def test_step_larger_than_memory_is_refused_before_work(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     limit_memory(monkeypatch, 200 << 10)
-    code, what, why, hint = train_error(
-        capsys, "--set", f"model.path={model}", "--set", "batch.size=32"
-    )
+    code, what, why, hint = train_error(capsys, *set_keys(f"model.path={model}", "batch.size=32"))
     assert (code, why) == (FAILED, "200 KiB are available")
     assert what.startswith("a step needs about ")
     assert hint.startswith("use more or larger devices, or a shorter `data.seq_length`; `--force`")
@@ -279,12 +278,12 @@ def test_model_without_a_config_leads_to_a_conversion(
 ):
     shutil.copytree(Path("tiny").resolve(), "bare")
     Path("bare/config.json").unlink()
-    assert main([command, "recipe.toml", "--set", "model.path=./bare", "-q"]) == FAILED
+    assert run_code(command, "recipe.toml", "--set", "model.path=./bare") == FAILED
     error = capsys.readouterr().err
     assert "`prep save-init ./bare --config FOLDER`, and name its output in `model.path`" in error
 
 
 def test_page_of_a_dataset_leads_to_its_name_in_recipes(capsys: pytest.CaptureFixture[str]):
     page = "https://huggingface.co/datasets/owner/name/tree/v1/en"
-    assert main(["train", "recipe.toml", "--set", f"data.path={page}", "-q"]) == USAGE
+    assert run_code("train", "recipe.toml", "--set", f"data.path={page}") == USAGE
     assert "`hf://datasets/owner/name@v1/en`" in capsys.readouterr().err

@@ -17,22 +17,16 @@ from prepcli.formats.manifest import saved_steps
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.recorded_train import VARIABLE, batch_digests, read_records, record_batch
+from tests.helpers.run_cli import run_ok
+from tests.helpers.train_runs import read_losses, set_keys
 from tests.helpers.training_states import read_leaves
-from tests.trainer.run.test_train import read_losses
 from tests.trainer.run.test_train_pairs import make_pairs_folder
 from trainer.run.run_record import SAMPLES_FILE
 from trainer.training import loop
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
-SHORT = (
-    "--set",
-    "train.steps=4",
-    "--set",
-    "checkpoint.every=2",
-    "--set",
-    "optimizer.warmup_steps=1",
-)
+SHORT = set_keys("train.steps=4", "checkpoint.every=2", "optimizer.warmup_steps=1")
 RELATIVE = 1e-5  # rounding of losses: other orders of the sums over devices
 GLOO_LINE = re.compile(r"^\[Gloo\]|peer ranks")
 
@@ -76,7 +70,7 @@ def train_here(folder: str, *words: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, f"{folder}-record")
         patch.setattr(loop, "load_batch", record_batch)
-        assert main(["train", "recipe.toml", "--out", folder, *SHORT, *words, "-q"]) == OK
+        run_ok("train", "recipe.toml", "--out", folder, *SHORT, *words)
 
 
 def read_params(folder: str, step: int) -> dict[str, np.ndarray]:
@@ -114,8 +108,8 @@ def test_two_processes_train_like_one(work_dir: Path):
     With exact reduction the results have equal bits.
     """
     words = (
-        *("--set", "mesh=2,4,1", "--set", "train.reduction=exact"),
-        *("--set", "log.samples=w1 w2", "--set", "log.sample_tokens=4"),
+        *set_keys("mesh=2,4,1", "train.reduction=exact"),
+        *set_keys("log.samples=w1 w2", "log.sample_tokens=4"),
     )
     results = run(
         "train", "recipe.toml", "--json", *SHORT, *words, count=2, devices=4, record="two"
@@ -155,12 +149,12 @@ def test_two_processes_train_like_one(work_dir: Path):
         (2, 4, ["--set", "mesh=1,1,8"]),  # mp across processes
         (4, 2, ["--set", "mesh=1,2,4"]),  # a replica of each shard in two processes
         (4, 2, ["--set", "mesh=8,1,1"]),  # two replicas in each process
-        (2, 4, ["--set", "mesh=fsdp:2,sp:4", "--set", "data.seq_length=32"]),
-        (4, 2, ["--set", "mesh=fsdp:1,sp:8", "--set", "data.seq_length=32"]),  # sp across processes
+        (2, 4, set_keys("mesh=fsdp:2,sp:4", "data.seq_length=32")),
+        (4, 2, set_keys("mesh=fsdp:1,sp:8", "data.seq_length=32")),  # sp across processes
         (
             2,
             4,
-            ["--set", "mesh=2,2,2", "--set", "model.dropout=0.1", "--set", "batch.accumulate=2"],
+            set_keys("mesh=2,2,2", "model.dropout=0.1", "batch.accumulate=2"),
         ),
     ],
 )
@@ -189,10 +183,7 @@ def test_run_resumes_with_other_numbers_of_processes(work_dir: Path):
         "recipe.toml",
         "--out",
         "many",
-        "--set",
-        "mesh=dp:1,fsdp:-1",
-        "--set",
-        "train.steps=8",
+        *set_keys("mesh=dp:1,fsdp:-1", "train.steps=8"),
     )
     shapes = [(2, 4), (1, 4), (4, 2), (2, 2)]
     for phase, (count, devices) in enumerate(shapes):

@@ -11,8 +11,8 @@ import pytest
 
 from prepcli.core.errors import OK
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
+from tests.helpers.train_runs import read_losses, set_keys, train_json
 from tests.helpers.training_folder import WORDS, write_tokenizer
-from tests.trainer.run.test_train import read_losses, train_json
 
 LENGTH, BOS, EOS = 12, 1, 2
 RECIPE = f"""\
@@ -117,7 +117,7 @@ def chat_document(prompt: list[int], completion: list[int]) -> list[tuple[int, i
     ("overrides", "document"),
     [
         ([], prompt_document),
-        (["--set", "data.format=chat", "--set", "data.add_bos=false"], chat_document),
+        (set_keys("data.format=chat", "data.add_bos=false"), chat_document),
     ],
     ids=["prompts", "chat"],
 )
@@ -143,7 +143,7 @@ def test_step_without_loss_is_null_in_the_log(work_dir: Path, capsys: pytest.Cap
     rows = [{"prompt": "w9 " * 8 * LENGTH, "completion": "w7 " * 8 * LENGTH}] * 3
     Path("long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     overrides = ["data.path=long.jsonl", "data.holdout=0", "eval.at_start=false", "train.steps=2"]
-    code, report = train_json(capsys, *(word for item in overrides for word in ("--set", item)))
+    code, report = train_json(capsys, *set_keys(*overrides))
     assert code == OK, report.get("error")
     metrics = work_dir / "runs" / "recipe" / "metrics.jsonl"
     first, second = map(json.loads, metrics.read_text().splitlines())

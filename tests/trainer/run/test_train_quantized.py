@@ -14,6 +14,7 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.tiny_checkpoints import read_tensors
+from tests.helpers.train_runs import set_keys
 from tests.helpers.training_folder import make_training_folder, write_tokenizer
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -48,7 +49,7 @@ def test_left_over_settings_do_not_refuse_training(capsys: pytest.CaptureFixture
     config = json.loads(config_path.read_text())
     settings = {"quantization_config": {"quant_method": "fp8"}}
     config_path.write_text(json.dumps({**config, **settings}))
-    run = ["train", "recipe.toml", "--set", 'model.path="./tiny"', "--set", "train.steps=3"]
+    run = ["train", "recipe.toml", *set_keys('model.path="./tiny"', "train.steps=3")]
     assert main([*run, "--set", "data.holdout=0"]) == OK
     remark = "the quantisation in config.json is ignored: no tensor is quantised"
     assert capsys.readouterr().err.count(remark) == 1

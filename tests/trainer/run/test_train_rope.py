@@ -10,14 +10,15 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
+from tests.helpers.run_cli import run_code, run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
+from tests.helpers.train_runs import set_keys, train_error, train_json
 from tests.helpers.training_folder import WORDS, write_tokenizer
-from tests.trainer.run.test_train import train_error, train_json
 
 pytestmark = pytest.mark.usefixtures("work_dir")
 
 YARN = ("--set", "model.rope_scaling={rope_type='yarn', factor=4.0}")
-LONG = (*YARN, "--set", "model.max_position_embeddings=256", "--set", "data.seq_length=96")
+LONG = (*YARN, *set_keys("model.max_position_embeddings=256", "data.seq_length=96"))
 ROPE_LINE = "rotary embedding yarn (theta 10,000, factor 4, original positions 64); 256 positions"
 
 
@@ -26,7 +27,7 @@ def read_configs(*paths: str) -> list[dict[str, Any]]:
 
 
 def test_resumed_run_and_export_keep_the_rope(capsys: pytest.CaptureFixture[str]):
-    assert main(["train", "recipe.toml", "--stop-after", "2", "-q", *LONG]) == STOPPED
+    assert run_code("train", "recipe.toml", "--stop-after", "2", *LONG) == STOPPED
     capsys.readouterr()
     code, what, why, _ = train_error(capsys, *LONG, "--set", "model.rope_theta=5e5")
     assert (code, what) == (FAILED, "the run began with another recipe")
@@ -36,7 +37,7 @@ def test_resumed_run_and_export_keep_the_rope(capsys: pytest.CaptureFixture[str]
     assert why == 'model.rope_scaling: {rope_type = "yarn", factor = 4.0} -> not set'
     assert main(["train", "recipe.toml", *LONG]) == OK
     assert ROPE_LINE in capsys.readouterr().err
-    assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
+    run_ok("export", "runs/recipe", "--out", "learned")
     manifest, stored, exported = read_configs(
         "runs/recipe/12/prep-manifest.json",
         "runs/recipe/12/state/hf/config.json",
@@ -46,7 +47,7 @@ def test_resumed_run_and_export_keep_the_rope(capsys: pytest.CaptureFixture[str]
     for config in (manifest["config"], stored, exported):
         assert (config["rope_scaling"], config["max_position_embeddings"]) == (scaling, 256)
     assert "rope_scaling" not in read_configs("tiny/config.json")[0]
-    assert main(["verify", "runs/recipe", "-q"]) == OK
+    run_ok("verify", "runs/recipe")
 
 
 # By default test_rope_parity_live and test_parity compare logits of scaled embeddings.
@@ -56,7 +57,7 @@ def test_eval_loss_of_scaled_rope_equals_transformers(capsys: pytest.CaptureFixt
     transformers = pytest.importorskip("transformers")
     capsys.readouterr()
     report = train_json(capsys, *LONG)[1]
-    assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
+    run_ok("export", "runs/recipe", "--out", "learned")
     ids = torch.tensor([WORDS.index(word) for word in Path("text.txt").read_text().split()] + [0])
     blocks = ids[: len(ids) // 96 * 96].reshape(-1, 96)
     holdout = blocks[len(blocks) - round(len(blocks) * 0.1) :]
@@ -74,12 +75,9 @@ def test_eval_loss_of_scaled_rope_equals_transformers(capsys: pytest.CaptureFixt
 
 
 def test_next_run_scales_the_result_of_a_run(capsys: pytest.CaptureFixture[str]):
-    assert main(["train", "recipe.toml", "--stop-after", "1", "-q", *LONG]) == STOPPED
-    words = (
-        "--set",
-        "model.path=runs/recipe/1",
-        "--set",
-        "model.rope_scaling={rope_type='yarn', factor=8.0}",
+    assert run_code("train", "recipe.toml", "--stop-after", "1", *LONG) == STOPPED
+    words = set_keys(
+        "model.path=runs/recipe/1", "model.rope_scaling={rope_type='yarn', factor=8.0}"
     )
     assert main(["train", "recipe.toml", "--out", "next", "--stop-after", "1", *words]) == STOPPED
     assert (
@@ -107,7 +105,7 @@ def test_dry_run_accepts_contexts_within_the_scaled_positions(capsys: pytest.Cap
 def test_model_with_learned_positions_is_rejected(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("neo"), GPT_NEO)
     write_tokenizer(Path("neo"))
-    assert main(["save-init", "neo", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
+    run_ok("save-init", "neo", "--pad-vocab", "8", "--mesh", "1,2,4")
     code, what, why, hint = train_error(capsys, *YARN, "--set", "model.path=neo-init")
     assert (code, what) == (USAGE, "`model.rope_scaling` cannot be applied to gpt_neo")
     assert (why, hint) == (
@@ -120,7 +118,7 @@ def test_model_with_learned_positions_is_rejected(capsys: pytest.CaptureFixture[
 def test_rope_of_the_checkpoint_is_kept_without_overrides(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("scaled"), LLAMA | {"rope_theta": 5e5})
     write_tokenizer(Path("scaled"))
-    assert main(["save-init", "scaled", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
+    run_ok("save-init", "scaled", "--pad-vocab", "8", "--mesh", "1,2,4")
     words = ("--set", "model.path=scaled-init", "--stop-after", "1")
     assert main(["train", "recipe.toml", *words]) == STOPPED
     assert "rotary embedding default (theta 500,000); 64 positions" in capsys.readouterr().err

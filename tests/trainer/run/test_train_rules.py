@@ -11,7 +11,8 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK, STOPPED, USAGE
-from tests.trainer.run.test_train import read_losses, train_error
+from tests.helpers.run_cli import run_code, run_ok
+from tests.helpers.train_runs import read_losses, set_keys, train_error
 
 pytestmark = pytest.mark.usefixtures("work_dir")
 
@@ -29,10 +30,9 @@ def read_manifest(folder: str) -> dict[str, Any]:
 # By default test_sharding compares losses with several rules, and tests below the rules of a run.
 @pytest.mark.slow
 def test_losses_do_not_depend_on_the_rules(capsys: pytest.CaptureFixture[str]):
-    assert main(["train", "recipe.toml", "--out", "default", "-q"]) == OK
+    run_ok("train", "recipe.toml", "--out", "default")
     assert (
-        main(["train", "recipe.toml", "--out", "changed", "--stop-after", "5", "-q", *RULES])
-        == STOPPED
+        run_code("train", "recipe.toml", "--out", "changed", "--stop-after", "5", *RULES) == STOPPED
     )
     assert read_manifest("changed/5")["rules"] == ["embed=mp", "heads=fsdp", "mlp=none"]
     capsys.readouterr()
@@ -47,7 +47,7 @@ def test_losses_do_not_depend_on_the_rules(capsys: pytest.CaptureFixture[str]):
         "the rules of the last step"
     )
     np.testing.assert_allclose(read_losses("changed"), read_losses("default"), rtol=1e-5)
-    assert main(["verify", "changed", "-q"]) == OK
+    run_ok("verify", "changed")
 
 
 def test_dry_run_prints_the_rules(capsys: pytest.CaptureFixture[str]):
@@ -61,7 +61,7 @@ def test_dry_run_prints_the_rules(capsys: pytest.CaptureFixture[str]):
 
 
 def test_resumed_run_takes_the_rules_of_its_last_step(capsys: pytest.CaptureFixture[str]):
-    assert main(["train", "recipe.toml", "--stop-after", "1", "-q", *RULES]) == STOPPED
+    assert run_code("train", "recipe.toml", "--stop-after", "1", *RULES) == STOPPED
     capsys.readouterr()
     for words, text in (
         ((), CHANGED),
@@ -72,22 +72,7 @@ def test_resumed_run_takes_the_rules_of_its_last_step(capsys: pytest.CaptureFixt
 
 
 def test_empty_rules_replace_the_checkpoint_rules(capsys: pytest.CaptureFixture[str]):
-    assert (
-        main(
-            [
-                "reshard",
-                "tiny-init",
-                "--rule",
-                "embed=none",
-                "--mesh",
-                "1,2,4",
-                "--out",
-                "whole",
-                "-q",
-            ]
-        )
-        == OK
-    )
+    run_ok("reshard", "tiny-init", "--rule", "embed=none", "--mesh", "1,2,4", "--out", "whole")
     capsys.readouterr()
     for words, text in (
         ((), DEFAULTS.replace("embed=fsdp", "embed=none")),
@@ -100,8 +85,8 @@ def test_empty_rules_replace_the_checkpoint_rules(capsys: pytest.CaptureFixture[
 
 
 def test_padding_of_a_hf_folder_follows_the_rules():
-    rules = ("--set", 'rules=["vocab=fsdp", "embed=none"]', "--set", "model.path=tiny")
-    assert main(["train", "recipe.toml", "--stop-after", "1", "-q", *rules]) == STOPPED
+    rules = set_keys('rules=["vocab=fsdp", "embed=none"]', "model.path=tiny")
+    assert run_code("train", "recipe.toml", "--stop-after", "1", *rules) == STOPPED
     manifest = read_manifest("runs/recipe/1")
     assert (manifest["rules"], manifest["config"]["vocab_size"]) == (
         ["vocab=fsdp", "embed=none"],
@@ -110,7 +95,7 @@ def test_padding_of_a_hf_folder_follows_the_rules():
 
 
 def test_rules_that_do_not_divide_the_model_are_rejected(capsys: pytest.CaptureFixture[str]):
-    code, what, *_ = train_error(capsys, "--set", "mesh=1,1,8", "--set", "rules=kv_heads=mp")
+    code, what, *_ = train_error(capsys, *set_keys("mesh=1,1,8", "rules=kv_heads=mp"))
     assert (code, what) == (USAGE, "kv_heads 4 cannot be split over mp 8")
     code, what, *_ = train_error(capsys, "--set", "rules=kv_hads=mp")
     assert (code, what) == (USAGE, '`--set`: `rules = ["kv_hads=mp"]`: unknown dim `kv_hads`')
@@ -123,16 +108,18 @@ def test_resume_changes_kind_of_rules(capsys: pytest.CaptureFixture[str]):
         ["flaxlm:1,1", "re:norm=none"],
         ["auto"],
     ]
-    assert main(["train", "recipe.toml", "--out", "default", "-q"]) == OK
+    run_ok("train", "recipe.toml", "--out", "default")
     for step, rules in zip((4, 8, 12), kinds):
         stop = ("--stop-after", "4") if step < 12 else ()
         options = ("--set", f"rules={json.dumps(rules)}")
-        assert main(["train", "recipe.toml", "--out", "changed", "-q", *stop, *options]) == (
-            STOPPED if stop else OK
+        assert (
+            run_code("train", "recipe.toml", "--out", "changed", *stop, *options) == STOPPED
+            if stop
+            else OK
         )
         assert read_manifest(f"changed/{step}")["rules"] == rules
     np.testing.assert_allclose(read_losses("changed"), read_losses("default"), rtol=1e-5)
-    assert main(["verify", "changed", "-q"]) == OK
+    run_ok("verify", "changed")
     capsys.readouterr()
     assert main(["train", "recipe.toml", "--out", "changed", "--dry-run"]) == OK
 
@@ -167,7 +154,5 @@ def test_batch_is_checked_with_the_rules_of_the_run(capsys: pytest.CaptureFixtur
     code, message, *_ = train_error(capsys, *options)
     assert (code, message) == (USAGE, "a micro-batch of 7 does not divide among 2 replicas")
     assert main(["train", "recipe.toml", *options, "--set", "rules=act:batch=dp"]) == OK
-    assert (
-        main(["reshard", "tiny-init", "--rule", "act:batch=dp", "--out", "whole-batch", "-q"]) == OK
-    )
+    run_ok("reshard", "tiny-init", "--rule", "act:batch=dp", "--out", "whole-batch")
     assert main(["train", "recipe.toml", *options, "--set", "model.path=whole-batch"]) == OK

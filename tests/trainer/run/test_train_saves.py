@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, STOPPED
 from prepcli.formats.manifest import saved_steps
 from tests.helpers.fork_server import ForkedProcess
 from tests.helpers.processes import finish, start_processes
+from tests.helpers.run_cli import run_ok
+from tests.helpers.train_runs import set_keys
 from tests.helpers.waiting import wait_until
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
@@ -22,9 +23,7 @@ SETTINGS = ("mesh=1,2,2", "checkpoint.every=1", "checkpoint.keep='all'", "data.h
 
 def start(run: str, count: int, *words: str, steps: int) -> list[ForkedProcess]:
     """Start a training in `count` processes with four devices together."""
-    settings = [
-        word for setting in (*SETTINGS, f"train.steps={steps}") for word in ("--set", setting)
-    ]
+    settings = set_keys(*SETTINGS, f"train.steps={steps}")
     command = ("train", "recipe.toml", "--out", run, *settings, *words)
     return start_processes(*command, count=count, devices=4 // count, env={"PYTHONPATH": str(ROOT)})
 
@@ -38,8 +37,8 @@ def test_one_process_resumes_a_step_of_two(work_dir: Path):
     check_codes(finish(start("run", 2, "--stop-after", "2", steps=3)), STOPPED)
     assert saved_steps(Path("run")) == [1, 2]
     assert not [path for path in Path("run").iterdir() if path.name.endswith(".partial")]
-    assert main(["verify", "run", "-q"]) == OK
-    assert main(["export", "run", "--out", "learned", "-q"]) == OK
+    run_ok("verify", "run")
+    run_ok("export", "run", "--out", "learned")
     check_codes(finish(start("run", 1, steps=3)))
     assert saved_steps(Path("run")) == [1, 2, 3]
 
@@ -79,7 +78,7 @@ def test_killed_process_leaves_complete_steps(work_dir: Path):
         assert max(steps, default=0) >= last_step
         last_step = max(steps, default=0)
         for step in steps:
-            assert main(["verify", f"run/{step}", "-q"]) == OK
+            run_ok("verify", f"run/{step}")
     check_codes(finish(start("run", 2, steps=60)))
     assert saved_steps(Path("run"))[-1] == 60
     assert not [path for path in Path("run").iterdir() if path.name.endswith(".partial")]

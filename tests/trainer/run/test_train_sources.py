@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK, STOPPED, USAGE
 from prepcli.formats.manifest import saved_steps
 from prepcli.restore.weights_reader import WeightsReader
@@ -20,13 +19,14 @@ from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.object_server import use_objects
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.range_server import serve_ranges
-from tests.helpers.run_cli import run_ok
+from tests.helpers.run_cli import run_code, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import read_tensors
 from tests.helpers.torch_checkpoints import to_torch, write_bin_folder
-from tests.trainer.run.test_train import (
+from tests.helpers.train_runs import (
     read_losses,
     read_step_files,
+    set_keys,
     train_error,
     train_json,
 )
@@ -45,17 +45,8 @@ EXPORTS = {
 def train_two_steps(model: str, *words: str) -> dict[str, bytes]:
     """Train two steps, remove the run, and return the files of the second step."""
     assert (
-        main(
-            [
-                "train",
-                "recipe.toml",
-                "--stop-after",
-                "2",
-                "-q",
-                "--set",
-                f"model.path={model}",
-                *words,
-            ]
+        run_code(
+            "train", "recipe.toml", "--stop-after", "2", "--set", f"model.path={model}", *words
         )
         == STOPPED
     )
@@ -101,7 +92,7 @@ def test_exports_equal_exports_of_a_run_from_an_init():
     for model in ("tiny", "tiny-init"):
         run = f"from-{model}"
         words = ("--out", run, "--set", f"model.path={model}")
-        assert main(["train", "recipe.toml", "--stop-after", "1", "-q", *words]) == STOPPED
+        assert run_code("train", "recipe.toml", "--stop-after", "1", *words) == STOPPED
         run_ok("export", run, "--out", "learned")
         exports.append({path.name: path.read_bytes() for path in Path("learned").iterdir()})
         shutil.rmtree("learned")
@@ -113,7 +104,7 @@ def test_exports_equal_exports_of_a_run_from_an_init():
 def test_resuming_does_not_need_the_source(capsys: pytest.CaptureFixture[str]):
     shutil.copytree("tiny", "other")
     words = ("--set", "model.path=other")
-    assert main(["train", "recipe.toml", "--stop-after", "1", "-q", *words]) == STOPPED
+    assert run_code("train", "recipe.toml", "--stop-after", "1", *words) == STOPPED
     shutil.rmtree("other")
     capsys.readouterr()
     code, report = train_json(capsys, *words)
@@ -130,9 +121,7 @@ def test_dry_run_from_a_folder_reads_no_leaf(
 
     monkeypatch.setattr(WeightsReader, "read", refuse)
     capsys.readouterr()
-    code, report = train_json(
-        capsys, "--dry-run", "--set", "model.path=tiny", "--set", "mesh=1,4,2"
-    )
+    code, report = train_json(capsys, "--dry-run", *set_keys("model.path=tiny", "mesh=1,4,2"))
     assert (code, report["dry_run"]) == (OK, True)
     assert not Path("runs").exists()
 
@@ -140,8 +129,7 @@ def test_dry_run_from_a_folder_reads_no_leaf(
 def test_folder_of_an_earlier_failed_start_is_accepted():
     Path("runs/recipe/init/tiny-init").mkdir(parents=True)
     assert (
-        main(["train", "recipe.toml", "--stop-after", "1", "-q", "--set", "model.path=tiny"])
-        == STOPPED
+        run_code("train", "recipe.toml", "--stop-after", "1", "--set", "model.path=tiny") == STOPPED
     )
     assert saved_steps(Path("runs/recipe")) == [1]
 
@@ -157,17 +145,14 @@ def test_damaged_tensor_of_an_exported_folder_stops_the_start(capsys: pytest.Cap
     assert "differ from their recorded digest" in why
     assert saved_steps(Path("runs/recipe")) == []
     assert (
-        main(
-            [
-                "train",
-                "recipe.toml",
-                "--stop-after",
-                "1",
-                "-q",
-                "--no-verify",
-                "--set",
-                "model.path=exported",
-            ]
+        run_code(
+            "train",
+            "recipe.toml",
+            "--stop-after",
+            "1",
+            "--no-verify",
+            "--set",
+            "model.path=exported",
         )
         == STOPPED
     )
@@ -219,8 +204,7 @@ def test_stream_of_a_local_folder_is_rejected(capsys: pytest.CaptureFixture[str]
 @pytest.mark.slow  # test_leaf_loading has two processes
 def test_two_processes_start_from_a_folder():
     assert (
-        main(["train", "recipe.toml", "--stop-after", "2", "-q", "--set", "model.path=tiny"])
-        == STOPPED
+        run_code("train", "recipe.toml", "--stop-after", "2", "--set", "model.path=tiny") == STOPPED
     )
     words = (
         "train",

@@ -13,13 +13,14 @@ from prepcli.core.errors import FAILED, OK, STOPPED
 from prepcli.formats.manifest import saved_steps
 from tests.helpers.fork_server import PREP, ForkedProcess, run_prep, start_python
 from tests.helpers.slow_cases import slow_except
+from tests.helpers.train_runs import set_keys
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 pytestmark = pytest.mark.waits
 
 WAIT_S = 240.0
 RUN = Path("runs/recipe")
-WORDS = ("train", "recipe.toml", "--set", "train.steps=6", "--set", "data.holdout=0")
+WORDS = ("train", "recipe.toml", *set_keys("train.steps=6", "data.holdout=0"))
 # The start has read the saved steps. It goes on once the file `continue` exists.
 WAITING_PREP = f"""
 import time

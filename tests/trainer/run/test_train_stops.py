@@ -19,8 +19,8 @@ from prepcli.formats.manifest import saved_steps
 from tests.helpers.fork_server import PREP, read_until, run_python, start_python
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.run_cli import run_ok
+from tests.helpers.train_runs import read_step_files, set_keys
 from tests.helpers.waiting import MAX_S, wait_until
-from tests.trainer.run.test_train import read_step_files
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 pytestmark = pytest.mark.waits
@@ -185,7 +185,7 @@ def test_stops_at_random_moments_lose_no_step(work_dir: Path):
         "data.holdout=0.7",
         "eval.limit=120",
     )
-    command += [word for setting in settings for word in ("--set", setting)]
+    command += set_keys(*settings)
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
     for number in range(NUM_MOMENTS):
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)

@@ -9,16 +9,15 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from prepcli.commands.cli.main import main
-from prepcli.core.errors import OK
 from tests.helpers.run_cli import run_ok
+from tests.helpers.train_runs import set_keys
 
 SETTINGS = ("mesh=1,2,4", "checkpoint.every=1", "checkpoint.keep='all'", "data.holdout=0")
 
 
 def train(run: str, *settings: str) -> None:
-    words = [word for setting in (*SETTINGS, *settings) for word in ("--set", setting)]
-    assert main(["train", "recipe.toml", "--out", run, *words, "-q"]) == OK
+    words = set_keys(*SETTINGS, *settings)
+    run_ok("train", "recipe.toml", "--out", run, *words)
 
 
 def uses_zarr3(step: Path) -> bool:

@@ -15,6 +15,7 @@ import pytest
 
 from prepcli.core.errors import OK
 from tests.helpers.screen import Screen
+from tests.helpers.train_runs import set_keys
 from tests.helpers.training_folder import make_training_folder
 
 ROOT = Path(__file__).parents[3]
@@ -51,7 +52,7 @@ def run_on_terminal(*words: str) -> tuple[int, str]:
 def test_train_draws_its_view_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     make_training_folder()
-    overrides = [word for setting in SETTINGS for word in ("--set", setting)]
+    overrides = set_keys(*SETTINGS)
     code, output = run_on_terminal("train", "recipe.toml", "--out", "run", *overrides)
     screen = Screen()
     screen.feed(output)

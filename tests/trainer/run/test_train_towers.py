@@ -12,7 +12,6 @@ import pytest
 
 import prepcli as prep
 from prepcli.commands.cli.main import main
-from prepcli.core.errors import OK
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import COMMIT, FakeRepo, serve_hub
 from tests.helpers.manifests import changed_manifest
@@ -45,7 +44,7 @@ def trained_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Path("text.txt").write_text(" ".join(words[number] for number in numbers))
         recipe = RECIPE.replace("1,2,4", "8,1,1").replace("tiny-init", "m-init")
         Path("recipe.toml").write_text(recipe.replace("steps = 12", "steps = 3"))
-        assert main(["train", "recipe.toml", "-q"]) == OK
+        run_ok("train", "recipe.toml")
     return folder
 
 

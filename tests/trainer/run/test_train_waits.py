@@ -18,6 +18,7 @@ from tests.helpers.processes import finish, start_processes
 from tests.helpers.push_server import TOKEN, serve_push_hub
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
+from tests.helpers.train_runs import set_keys
 from tests.helpers.waiting import MAX_S, wait_until
 
 pytestmark = pytest.mark.waits
@@ -91,7 +92,7 @@ def test_signal_while_exports_are_awaited_is_reported(
 ENDS_EARLY = ("optimizer.lr=1e-30", "train.eval_every=1", "eval.patience=3")
 EARLY_WORDS = (
     *(*WORDS[:-1], "train.steps=9", "--set", "checkpoint.export_every=3"),
-    *(word for setting in ENDS_EARLY for word in ("--set", setting)),
+    *set_keys(*ENDS_EARLY),
 )
 
 
@@ -117,7 +118,7 @@ def test_signal_in_the_last_events_names_the_missing_exports(work_dir: Path):
         "    log_samples(self, num_samples)\n"
         "Loop._log_samples = log_samples_with_signal\n" + PREP,
     )
-    samples = ("--set", "log.samples=['w1 w2']", "--set", "log.sample_tokens=2")
+    samples = set_keys("log.samples=['w1 w2']", "log.sample_tokens=2")
     process = start_python(script, *EARLY_WORDS, *samples, has_jax=True)
     out, _ = process.communicate(timeout=MAX_S)
     assert process.returncode == STOPPED
@@ -152,7 +153,7 @@ def test_signal_during_the_push_is_reported(work_dir: Path, number: signal.Signa
 def test_signal_to_all_processes_during_the_wait_is_reported(work_dir: Path):
     """Process 0 waits for the exports, and the other one for process 0."""
     Path("hanging_prep.py").write_text(PREP_ON_HANGING_DISK)
-    settings = ("--set", "mesh=2,4,1", "--set", "checkpoint.export_every=3")
+    settings = set_keys("mesh=2,4,1", "checkpoint.export_every=3")
     processes = start_processes(*WORDS, *settings, count=2, devices=4, module="hanging_prep")
     wait_until(is_export_awaited, *processes)
     for process in processes[::-1]:
@@ -193,7 +194,7 @@ def test_signal_while_process_0_pushes_stops_the_wait(work_dir: Path):
             "HF_TOKEN": TOKEN,
             "HF_HUB_OFFLINE": "0",
         }
-        words = (*WORDS, "--set", "checkpoint.push=o/m", "--set", "mesh=1,2,1")
+        words = (*WORDS, *set_keys("checkpoint.push=o/m", "mesh=1,2,1"))
         processes = start_processes(*words, count=2, devices=1, env=environment)
         wait_until(lambda: any(line.startswith("PUT /lfs/") for line in hub.requests), processes[0])
         processes[1].send_signal(signal.SIGTERM)

@@ -15,8 +15,8 @@ from prepcli.core.errors import OK
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, LLAMA, make_checkpoint
+from tests.helpers.train_runs import read_losses
 from tests.helpers.training_folder import WORDS, write_tokenizer
-from tests.trainer.run.test_train import read_losses
 
 torch = lazy_module("torch")
 transformers = lazy_module("transformers")
