@@ -22,7 +22,7 @@ from tests.helpers.processes import finish, start_processes
 from tests.helpers.train_runs import set_keys
 from tests.helpers.training_folder import make_training_folder
 from tests.helpers.waiting import wait_until
-from tests.trainer.run.test_wandb_log import FakeWandb
+from tests.trainer.run.test_logs import FakeWandb
 from trainer.run import train as train_command
 from trainer.run.logs import ID_FILE
 from trainer.run.run_record import ENVIRONMENT_FILE

@@ -1,31 +1,47 @@
-"""Data files of buckets and of the hub, on loopback servers."""
+"""Data of `prep train`: files of buckets and the hub, copies of datasets, mixtures, and notes about conversations."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, processors
 
-from prepcli.core.errors import PrepError, UsageError
+import prepcli as prep
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import FAILED, OK, STOPPED, USAGE, PrepError, UsageError
+from prepcli.core.observer import SilentObserver
 from prepcli.sources.locate import Access
 from tests.helpers.corpus import make_config, tokenize_quietly
 from tests.helpers.data_formats import write_arrow_files, write_json_files
 from tests.helpers.fork_server import run_python
 from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.object_server import FakeObjectStore, use_objects
+from tests.helpers.run_cli import run_failing, run_ok
+from tests.helpers.train_runs import set_keys, train_json
+from tests.helpers.training_folder import RECIPE, WORDS, make_training_folder
 from trainer.data.dataset_layout import WHOLE, Selection
 from trainer.data.files import DataFile, check_not_empty
 from trainer.data.find_files import find_data_files
 from trainer.data.store import read_meta
 from trainer.run.recipe_data import DataFinder
+from trainer.training.metrics import METRICS_FILE, read_metrics
+
+# Data files of buckets and of the hub, on loopback servers.
 
 ROWS = [{"id": str(i), "text": f"the cat {i} sat on the mat"} for i in range(40)]
+
+
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
 OBJECTS = {
     "bucket/data/b.jsonl": LINES,
     "bucket/data/a.jsonl.gz": gzip.compress(LINES),
@@ -34,6 +50,8 @@ OBJECTS = {
     "bucket/data/deep/c.jsonl": LINES,
     "bucket/empty.jsonl": b"",
 }
+
+
 FINDER = DataFinder(Access(), note=lambda text: None)
 
 
@@ -148,7 +166,11 @@ def test_readme_in_a_bucket_lists_the_files_of_a_split(store: FakeObjectStore):
 
 
 README = b"---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: x/*.jsonl\n---\n"
+
+
 REPO = FakeRepo({"README.md": README, "x/a.jsonl": LINES, "x/b.jsonl": LINES, "y/c.jsonl": LINES})
+
+
 SCRIPT = """
 import json, sys
 from trainer.run.recipe_data import DataFinder
@@ -191,3 +213,349 @@ def test_hub_dataset_is_read_through_the_cache(tmp_path: Path):
         "cannot read o/none - HTTP 404 from the hub: there is no such dataset"
     )
     assert offline == files
+
+
+# A copy of a dataset of the hub on this machine: every command reads the same part of it, or refuses.
+
+SPLITS = {"train": "w1", "test": "w2", "validation": "w3"}
+
+
+COPY_README = "---\nconfigs:\n- config_name: default\n  data_files:\n"
+
+
+COPY_README += "".join(f"  - split: {split}\n    path: data/{split}-*\n" for split in SPLITS)
+
+
+COPY_README += "---\n# Text\n"
+
+
+@pytest.fixture
+def _copy_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make_training_folder()
+    Path("copy/data").mkdir(parents=True)
+    Path("copy/README.md").write_text(COPY_README)
+    for split, word in SPLITS.items():
+        lines = [json.dumps({"text": " ".join([word] * 40)}) for _ in range(20)]
+        Path(f"copy/data/{split}-00000-of-00001.jsonl").write_text("\n".join(lines))
+    text = RECIPE.replace('path = "text.txt"\n', 'path = "copy"\n').replace("holdout = 0.1\n", "")
+    Path("recipe.toml").write_text(text.replace('"text"', '"json"'))
+
+
+def used_words(tokens: np.ndarray) -> set[str]:
+    return {WORDS[token] for token in np.unique(tokens)} - {WORDS[0]}
+
+
+def batch_words(*overrides: str) -> set[str]:
+    batch = next(iter(prep.batches("recipe.toml", overrides=["data.add_eos=false", *overrides])))
+    return used_words(batch["tokens"])
+
+
+def tokenized_words(*overrides: str) -> set[str]:
+    settings = ["data.add_eos=false", *overrides]
+    report = prep.tokenize_shard("recipe.toml", overrides=settings)
+    (part,) = (part for part in report.data if part.name == "train")
+    assert part.path is not None
+    return used_words(np.fromfile(part.path / "00000" / "tokens.bin", "<u2"))
+
+
+@pytest.mark.usefixtures("_copy_dir")
+@pytest.mark.parametrize("read", [batch_words, tokenized_words])
+def test_copy_of_a_dataset_gives_one_split(read: Callable[..., set[str]]):
+    assert read() == {"w1"}
+    assert read("data.split=test") == {"w2"}
+    assert read("data.split=train", "data.eval_split=validation") == {"w1"}
+
+
+@pytest.mark.usefixtures("_copy_dir")
+def test_folder_without_a_readme_gives_the_split_of_its_names(capsys: pytest.CaptureFixture[str]):
+    Path("copy/README.md").unlink()
+    assert batch_words("data.split=validation") == {"w3"}
+    assert main(["tokenize", "recipe.toml"]) == 0
+    note = "copy has files of several splits (test, train, validation) and all are read"
+    assert note in capsys.readouterr().err
+
+
+COMMANDS = {
+    "train": ["train", "recipe.toml"],
+    "tokenize": ["tokenize", "recipe.toml"],
+    "plan": ["plan", "recipe.toml"],
+    "eval": ["eval", "tiny-init", "--data", "copy", "--type", "json"],
+}
+
+
+@pytest.mark.usefixtures("_copy_dir")
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.split=dev", "copy has no split `dev`"),
+        ("data.config=fr", "copy has no configuration `fr`"),
+        ("data.revision=main", "data.revision"),
+    ],
+)
+def test_every_command_refuses_an_unknown_part(
+    capsys: pytest.CaptureFixture[str], command: str, override: str, message: str
+):
+    error = run_failing(capsys, USAGE, *COMMANDS[command], "--set", override)
+    assert message in error
+
+
+@pytest.mark.usefixtures("_copy_dir")
+@pytest.mark.parametrize("override", ["data.split=dev", "data.config=fr", "data.revision=main"])
+def test_batches_refuse_an_unknown_part(override: str):
+    with pytest.raises(prep.UsageError):
+        prep.batches("recipe.toml", overrides=[override])
+
+
+@pytest.mark.usefixtures("_copy_dir")
+@pytest.mark.parametrize("command", ["tokenize", "plan"])
+def test_every_command_refuses_too_long_sequences(capsys: pytest.CaptureFixture[str], command: str):
+    arguments = [*COMMANDS[command], *set_keys("model.preset=gpt2", "model.init=random")]
+    arguments += set_keys("model.path=", "data.tokenizer=tiny")
+    error = run_failing(capsys, USAGE, *arguments, "--set", "data.seq_length=4096")
+    assert "the model has 1024 positions" in error
+
+
+# The token that a tokenizer puts before texts: the same in every command, one per document.
+
+BEGIN = 5
+
+
+TEXTS = ["w9 w8 w7", "w20 w21"]
+
+
+DATA = ("data.path=rows.jsonl", "data.type=json", "data.holdout=0", "data.add_eos=false")
+
+
+@pytest.fixture
+def _prefix_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make_training_folder()
+    write_prefix(Path("tiny"))
+    convert = ["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "--overwrite", "-q"]
+    assert main(convert) == OK
+    lines = [json.dumps({"text": text}) for text in TEXTS * 40]
+    Path("rows.jsonl").write_text("\n".join(lines))
+
+
+def write_prefix(folder: Path) -> None:
+    """Let the tokenizer of a folder begin each text with a token."""
+    file = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    ids = [(WORDS[BEGIN], BEGIN)]
+    tokenizer.post_processor = processors.TemplateProcessing(f"{WORDS[BEGIN]} $A", None, ids)
+    tokenizer.save(file)
+
+
+def expected_ids() -> list[int]:
+    """Return the ids of the first documents, as the tokenizers library encodes them."""
+    tokenizer = Tokenizer.from_file("tiny/tokenizer.json")
+    return [token for text in TEXTS for token in tokenizer.encode(text).ids]
+
+
+@pytest.mark.usefixtures("_prefix_dir")
+def test_tokens_of_training_are_those_of_the_tokenizer(capsys: pytest.CaptureFixture[str]):
+    overrides = [*DATA, "data.shuffle=false"]
+    batch = next(iter(prep.batches("recipe.toml", overrides=overrides)))
+    assert batch["tokens"][0][: len(expected_ids())].tolist() == expected_ids()
+    # The first token of a document has no loss. Targets are one place before their tokens.
+    is_begin = batch["targets"][0] == BEGIN
+    assert is_begin.any()
+    assert not batch["weights"][0][is_begin].any()
+    settings = set_keys(*overrides)
+    assert main(["tokenize", "recipe.toml", *settings, "--out", "again"]) == OK
+    log = capsys.readouterr().err
+    assert log.count("each document begins with w5, as the tokenizer begins a text") == 1
+    (tokens,) = Path("again").rglob("tokens.bin")
+    assert np.fromfile(tokens, "<u2")[: len(expected_ids())].tolist() == expected_ids()
+
+
+@pytest.mark.usefixtures("_prefix_dir")
+def test_prompts_and_evaluation_begin_as_training_does():
+    loss = prep.evaluate("tiny-init", "rows.jsonl", seq_length=8).loss
+    assert loss is not None
+    plain = prep.evaluate(
+        "tiny-init", "rows.jsonl", seq_length=8, overrides="data.add_bos=false"
+    ).loss
+    assert loss != plain
+    generated = prep.generate("tiny-init", TEXTS[0], max_new_tokens=1)
+    assert generated.prompt_tokens[0][0] == BEGIN
+
+
+@pytest.mark.usefixtures("_prefix_dir")
+def test_recipe_overrides_the_tokenizer():
+    batch = next(iter(prep.batches("recipe.toml", overrides=[*DATA, "data.add_bos=false"])))
+    assert BEGIN not in batch["tokens"]
+
+
+def train(*overrides: str) -> list[str]:
+    words = ["train", "recipe.toml", "--out", "run", "--set", "train.steps=4"]
+    for override in (*DATA, *overrides):
+        words += ["--set", override]
+    return words
+
+
+@pytest.mark.usefixtures("_prefix_dir")
+def test_stopped_run_without_the_token_says_how_to_resume(capsys: pytest.CaptureFixture[str]):
+    # A run of an earlier version has recorded `add_bos = false`, the default then.
+    assert main([*train("data.add_bos=false"), "--stop-after", "2", "-q"]) in (OK, 75)
+    stores = sorted(Path().rglob("tokens.bin"))
+    error = run_failing(capsys, FAILED, *train())
+    assert "data.add_bos: false -> not set" in error
+    # The data is not tokenized again before the refusal.
+    assert sorted(Path().rglob("tokens.bin")) == stores != []
+    assert "`--set data.add_bos=false` keeps it" in error
+    run_ok(*train("data.add_bos=false"))
+
+
+@pytest.mark.usefixtures("_prefix_dir")
+def test_stopped_run_resumes_if_the_tokenizer_adds_nothing():
+    make_training_folder()
+    assert main([*train("data.add_bos=false"), "--stop-after", "2", "-q"]) in (OK, 75)
+    run_ok(*train())
+
+
+# `prep train` on several sources: the mixture is the same after a stop, and a bucket may be one of them.
+
+SOURCES = """
+[[data.sources]]
+name = "near"
+path = "text.txt"
+weight = 3
+[[data.sources]]
+name = "far"
+path = "s3://bucket/data"
+weight = 1
+bad_lines = 1
+"""
+
+
+@pytest.fixture
+def _mixture_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make_training_folder()
+    data, rest = RECIPE.split("[batch]")
+    data = data.replace('type = "text"\npath = "text.txt"\n', "")
+    Path("recipe.toml").write_text(f"{data}{SOURCES}\n[batch]{rest}")
+
+
+@pytest.mark.usefixtures("_mixture_dir")
+def test_stopped_mixture_resumes_with_the_same_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    numbers = np.random.default_rng(1).integers(0, len(WORDS), (50, 30))
+    lines = [json.dumps({"text": " ".join(WORDS[number] for number in row)}) for row in numbers]
+    content = gzip.compress("\n".join([*lines, "{"]).encode())
+    with use_objects(monkeypatch, {"bucket/data/a.jsonl.gz": content}) as store:
+        capsys.readouterr()
+        assert train_json(capsys, "--out", "whole")[0] == OK
+        assert train_json(capsys, "--out", "parts", "--stop-after", "5")[0] == STOPPED
+        assert train_json(capsys, "--out", "parts")[0] == OK
+        whole, parts = (read_metrics(Path(name) / METRICS_FILE) for name in ("whole", "parts"))
+        store.objects["bucket/data/a.jsonl.gz"] = gzip.compress(b'{"text": "w1"}\n' * 99)
+        assert train_json(capsys, "--out", "parts", "--set", "train.steps=14")[0] == FAILED
+    steps = [line for line in whole if "loss" in line]
+    assert [line["loss"] for line in steps] == [line["loss"] for line in parts if "loss" in line]
+    assert [(line["tokens.near"], line["tokens.far"]) for line in steps] == [
+        (96 * step, 32 * step) for step in range(1, 13)
+    ]
+
+
+# Parts of conversations without effect on the tokens: every command that reads the data counts them.
+
+EOS = "w2"
+
+
+# The next role ends a turn, as in GLM-4.
+TEMPLATE = """\
+{%- for message in messages %}
+    {{- 'w3 ' if message.role == 'user' else 'w4 ' }}{{ message.content + ' ' }}END
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'w4 ' }}{% endif %}
+"""
+
+
+TOOLS = [{"type": "function", "function": {"name": "sum"}}]
+
+
+NOTES = {
+    "tools": "2 conversations have `tools` that the chat template does not show",
+    "reasoning": "1 turn of the assistant has reasoning that the template leaves out",
+    "stop": "10 conversations have no loss on a token that ends a text",
+}
+
+
+@dataclass(frozen=True)
+class Notes(SilentObserver):
+    """An observer that keeps notes."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def note(self, text: str, level: int = 0) -> None:
+        self.lines.append(text)
+
+
+def turn(role: str, **keys: Any) -> dict[str, Any]:
+    return {"role": role, "content": "w7 w8 w9", **keys}
+
+
+@pytest.fixture
+def _chat_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make_training_folder()
+    rows: list[dict[str, Any]] = [
+        {
+            "messages": [turn("user", weight=0), turn("assistant", reasoning_content="w1")],
+            "tools": TOOLS,
+        },
+        {"messages": [turn("user"), turn("assistant", weight=0), turn("assistant", weight=1)]},
+        {"messages": [turn("user"), turn("assistant", train=False)], "tools": TOOLS},
+        {"messages": [turn("user"), turn("assistant", loss=False), turn("user")], "tools": None},
+        *[{"messages": [turn("user"), turn("assistant")], "tools": []}] * 8,
+    ]
+    for index in range(2):
+        part = rows[6 * index : 6 * index + 6]
+        Path(f"{index}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    text = RECIPE.replace('path = "text.txt"', 'path = "*.jsonl"\nformat = "chat"')
+    text = text.replace('type = "text"', 'type = "json"').replace("holdout = 0.1\n", "")
+    Path("recipe.toml").write_text(text.replace('"tiny-init"', '"tiny"'))
+    write_template("")
+
+
+def write_template(end: str) -> None:
+    """Write a template that ends each turn with a text, and let `w2` end generated texts."""
+    template = TEMPLATE.replace("END", end and f"{{{{ '{end} ' }}}}")
+    Path("tiny/chat_template.jinja").write_text(template)
+    Path("tiny/generation_config.json").write_text(json.dumps({"eos_token_id": [2]}))
+
+
+def count_notes(log: str) -> dict[str, int]:
+    return {name: log.count(note) for name, note in NOTES.items()}
+
+
+@pytest.mark.usefixtures("_chat_dir")
+def test_every_command_counts_ignored_parts(capsys: pytest.CaptureFixture[str]):
+    once = dict.fromkeys(NOTES, 1)
+    for process in ("2/1", "2/0"):
+        capsys.readouterr()
+        assert main(["tokenize", "recipe.toml", "--processes", process]) == OK
+    assert count_notes(capsys.readouterr().err) == once
+    # The tokens are in the cache now.
+    assert main(["train", "recipe.toml", "--set", "train.steps=1"]) == OK
+    assert count_notes(capsys.readouterr().err) == once
+    notes = Notes()
+    prep.batches("recipe.toml", out="other", progress=notes)
+    assert count_notes("\n".join(notes.lines)) == once
+
+
+@pytest.mark.usefixtures("_chat_dir")
+def test_stop_token_with_loss_is_no_note():
+    write_template(EOS)
+    notes = Notes()
+    prep.batches("recipe.toml", progress=notes)
+    assert count_notes("\n".join(notes.lines)) == {"tools": 1, "reasoning": 1, "stop": 0}

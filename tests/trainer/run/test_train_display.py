@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prepcli.commands.console.ui import Ui
+from prepcli.core.errors import OK
 from prepcli.core.observer import Line
-from trainer.run.display import LineDisplay, LiveDisplay, RunStatus
+from tests.helpers.screen import Screen
+from tests.helpers.train_runs import set_keys
+from tests.helpers.training_folder import make_training_folder
+from trainer.run.display import LineDisplay, LiveDisplay, RunStatus, sparkline, status_lines
 from trainer.training.evaluation import EvaluationResult
 from trainer.training.logs import StepLine
 from trainer.training.samples import Sample
+
+# The display of a training run: lines for logs, and a view that is redrawn in place.
 
 LOG_LINE: StepLine = {
     "step": 20,
@@ -29,6 +44,8 @@ LOG_LINE: StepLine = {
     "mfu": 0.42,
     "memory_bytes": 3 << 30,
 }
+
+
 EVALUATION = EvaluationResult(mean_loss=2.0, accuracy=0.5, weight=1000)
 
 
@@ -236,3 +253,123 @@ def test_samples_do_not_control_the_terminal():
     (line,), live = shown_samples([Sample("a", "red \x1b[31m text")])
     assert line == r"a -> red \x1b[31m text"
     assert live.endswith(line)
+
+
+# The lines that show the state of a training run.
+
+GIB = 1 << 30
+
+
+def make_status() -> RunStatus:
+    return RunStatus(
+        "llama",
+        480,
+        288,
+        "training",
+        elapsed_s=95,
+        remaining_s=120,
+        losses=deque([4.0, 3.5, None, 2.6914]),
+        lr=1.6e-6,
+        grad_norm=0.512,
+        tokens_per_s=41_200,
+        step_s=0.58,
+        mfu=0.451,
+        memory_nbytes=61 * GIB,
+        memory_limit_nbytes=80 * GIB,
+        evaluation="loss 2.7012  perplexity 14.90  at step 200",
+        save="step 250 in 1.2 s",
+        skipped=1,
+    )
+
+
+def plain(lines: list[Line]) -> list[str]:
+    return ["".join(text for text, _ in line) for line in lines]
+
+
+def test_status_lines_show_every_value():
+    assert plain(status_lines(make_status(), 100)) == [
+        "llama  training  1:35  2 min left",
+        "━" * 24 + "─" * 16 + "  288/480  60%",
+        "loss    2.6914  █▅ ▁  1 skipped",
+        "lr      1.60e-06  grad norm 0.512",
+        "speed   41.2k tok/s  0.58 s/step  MFU 45.1%",
+        "memory  peak 61.00 of 80.00 GiB per device",
+        "eval    loss 2.7012  perplexity 14.90  at step 200",
+        "saved   step 250 in 1.2 s",
+    ]
+
+
+@pytest.mark.parametrize("width", [20, 32, 40, 79])
+def test_items_that_do_not_fit_are_left_out(width: int):
+    status = make_status()
+    status.evaluation = status.save = ""
+    status.memory_nbytes = None
+    lines = plain(status_lines(status, width))
+    assert max(map(len, lines)) <= width
+    assert [line.split()[0] for line in lines[2:]] == ["loss", "lr", "speed"]
+
+
+def test_unknown_values_have_no_line():
+    assert plain(status_lines(RunStatus("x", 10, phase="compiling"), 60)) == [
+        "x  compiling  0:00",
+        "─" * 40 + "  0/10  0%",
+    ]
+
+
+def test_sparkline_scales_between_the_extremes():
+    assert sparkline([1.0, 2.0, 3.0]) == "▁▅█"
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert sparkline([1.0]) == sparkline([None, None]) == ""
+
+
+# `prep train` on a pseudo-terminal: the view that is redrawn in place, and the text around it.
+
+ROOT = Path(__file__).parents[3]
+
+
+SETTINGS = ("mesh=1,1,1", "train.steps=3", "data.holdout=0", "checkpoint.every=2")
+
+
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
+
+def run_on_terminal(*words: str) -> tuple[int, str]:
+    """Run `prep` on a pseudo-terminal of 100 columns, and return its exit code and its output."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")
+    }
+    environment |= {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "prepcli", *words],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=environment,
+    )
+    os.close(slave)
+    output = bytearray()
+    try:
+        while data := os.read(master, 1 << 16):
+            output += data
+    except OSError:  # the process closed the terminal
+        pass
+    os.close(master)
+    return process.wait(), output.decode()
+
+
+def test_train_draws_its_view_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make_training_folder()
+    overrides = set_keys(*SETTINGS)
+    code, output = run_on_terminal("train", "recipe.toml", "--out", "run", *overrides)
+    screen = Screen()
+    screen.feed(output)
+    lines = screen.text().splitlines()
+    assert code == OK, screen.text()
+    assert sum("finished" in line for line in lines) == 1, "the view is redrawn in place"
+    assert not any("training" in line.split()[1:2] for line in lines)
+    assert any(line.endswith("3/3  100%") for line in lines)
+    assert sum(line.startswith("loss ") for line in lines) == 1
+    assert output.rindex(SHOW_CURSOR) > output.rindex(HIDE_CURSOR)

@@ -1,4 +1,4 @@
-"""The folder of a run: all processes must see that of process 0, and it may hold no other files."""
+"""The folder of a run and its files: all processes see that of process 0, and it holds no other files."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""`prep train` and `prep generate` in several processes: the same batches, losses and tokens as in one process."""
+"""`prep train` and `prep generate` in several processes: the batches, losses, steps and tokens of one process."""
 
 from __future__ import annotations
 
 import json
+import random
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,22 +14,34 @@ import numpy as np
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.core.errors import OK, STOPPED
+from prepcli.core.errors import FAILED, OK, STOPPED
 from prepcli.formats.manifest import saved_steps
 from prepcli.restore.item_reader import open_reader
+from tests.helpers.fork_server import ForkedProcess
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.recorded_train import VARIABLE, batch_digests, read_records, record_batch
 from tests.helpers.run_cli import run_ok
+from tests.helpers.tiny_checkpoints import read_tensors
 from tests.helpers.train_runs import read_losses, set_keys
+from tests.helpers.training_folder import make_training_folder
 from tests.helpers.training_states import read_leaves
-from tests.trainer.run.test_train_pairs import make_pairs_folder
+from tests.helpers.waiting import wait_until
+from tests.trainer.run.test_train_losses import make_pairs_folder
 from trainer.run.run_record import SAMPLES_FILE
 from trainer.training import loop
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
+# `prep train` and `prep generate` in several processes: the same batches, losses and tokens as in one process.
+
 ROOT = Path(__file__).resolve().parents[3]
+
+
 SHORT = set_keys("train.steps=4", "checkpoint.every=2", "optimizer.warmup_steps=1")
+
+
 RELATIVE = 1e-5  # rounding of losses: other orders of the sums over devices
+
+
 GLOO_LINE = re.compile(r"^\[Gloo\]|peer ranks")
 
 
@@ -256,3 +270,113 @@ def test_generate_without_a_mesh_runs_alone(
     capsys.readouterr()
     assert main(["generate", "tiny", "--prompt", "w1", "--max-new-tokens", "2", "--json"]) == OK
     assert len(json.loads(capsys.readouterr().out)["tokens"][0]) == 2
+
+
+# `train.reduction = "exact"` with `prep train` in real processes.
+
+TIMINGS = ("seconds", "tokens_per_s")
+
+
+EXACT = ("train.reduction=exact", "train.steps=3", "checkpoint.every=0", "data.holdout=0.1")
+
+
+def train_exactly(
+    name: str, mesh: str, *, count: int, devices: int
+) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """Train in some processes, and return log lines without timings, and the bytes of the exported tensors."""
+    overrides = set_keys(*EXACT, f"mesh={mesh}")
+    words = ("train", "recipe.toml", "--out", name, *overrides)
+    results = finish(start_processes(*words, count=count, devices=devices))
+    assert [code for code, _, _ in results] == [OK] * count, results
+    run_ok("export", name, "--out", f"{name}-tensors")
+    lines = read_metrics(Path(name) / METRICS_FILE)
+    tensors = {
+        path: tensor.tobytes() for path, tensor in read_tensors(Path(f"{name}-tensors")).items()
+    }
+    return [{key: line[key] for key in line if key not in TIMINGS} for line in lines], tensors
+
+
+# By default test_two_processes_train_like_one compares an exact run of two processes with one.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "devices", "mesh", "one_process_mesh"),
+    [(2, 1, "2,1,1", "1,1,1"), (2, 4, "2,4,1", "1,8,1"), (4, 2, "1,8,1", "8,1,1")],
+)
+def test_exact_runs_in_processes_end_in_equal_bytes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    count: int,
+    devices: int,
+    mesh: str,
+    one_process_mesh: str,
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make_training_folder()
+    num_devices = 1 if one_process_mesh == "1,1,1" else count * devices
+    expected = train_exactly("one", one_process_mesh, count=1, devices=num_devices)
+    assert train_exactly("several", mesh, count=count, devices=devices) == expected
+
+
+# Checkpoints of training in several processes: complete or absent, and readable by every number of processes.
+
+SETTINGS = ("mesh=1,2,2", "checkpoint.every=1", "checkpoint.keep='all'", "data.holdout=0")
+
+
+def start(run: str, count: int, *words: str, steps: int) -> list[ForkedProcess]:
+    """Start a training in `count` processes with four devices together."""
+    settings = set_keys(*SETTINGS, f"train.steps={steps}")
+    command = ("train", "recipe.toml", "--out", run, *settings, *words)
+    return start_processes(*command, count=count, devices=4 // count, env={"PYTHONPATH": str(ROOT)})
+
+
+def check_codes(results: list[tuple[int, str, str]], code: int = OK) -> None:
+    assert [result[0] for result in results] == [code] * len(results), results
+
+
+# test_watchdog shows that a failed process ends all, and test_train_buckets that a failed save keeps earlier steps.
+@pytest.mark.slow
+def test_failed_save_ends_all_processes(work_dir: Path):
+    """The save in the background fails in process 0: something else has the name of the step."""
+    Path("run").mkdir()
+    for name in (".lock", "2"):
+        Path("run", name).touch()
+    results = finish(start("run", 2, steps=200))
+    assert [code for code, _, _ in results] == [FAILED] * 2, results
+    assert all("run/2 exists" in stderr for _, _, stderr in results), results
+    assert saved_steps(Path("run")) == [1]
+
+
+def kill_during_a_save(processes: list[ForkedProcess], rng: random.Random) -> None:
+    """Kill one process while a step is staged, and the other a moment later."""
+    wait_until(lambda: list(Path("run").glob("[0-9]*.partial")), processes[0])
+    time.sleep(rng.uniform(0.0, 0.1))
+    first, other = rng.sample(processes, 2)
+    first.kill()
+    time.sleep(2.0)
+    other.kill()
+    finish(processes)
+
+
+@pytest.mark.slow
+def test_killed_process_leaves_complete_steps(work_dir: Path):
+    """Each next start continues from a complete step, and the losses are those of a run without kills."""
+    rng = random.Random(3)
+    last_step = 0
+    for _ in range(4):
+        kill_during_a_save(start("run", 2, steps=60), rng)
+        steps = saved_steps(Path("run"))
+        assert max(steps, default=0) >= last_step
+        last_step = max(steps, default=0)
+        for step in steps:
+            run_ok("verify", f"run/{step}")
+    check_codes(finish(start("run", 2, steps=60)))
+    assert saved_steps(Path("run"))[-1] == 60
+    assert not [path for path in Path("run").iterdir() if path.name.endswith(".partial")]
+    check_codes(finish(start("whole", 2, steps=60)))
+    killed, whole = (
+        {line["step"]: line["loss"] for line in read_metrics(Path(run) / METRICS_FILE)}
+        for run in ("run", "whole")
+    )
+    assert killed == whole

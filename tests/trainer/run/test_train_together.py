@@ -1,31 +1,58 @@
-"""`prep train` in two processes: all end together, whatever happens to one of them, and a restart continues exactly."""
+"""Processes of one `prep train`: their start, the facts that they compare, their folder, and their end."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import signal
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
+import jax
 import pytest
 
 from prepcli.commands.console.ui import open_ui
 from prepcli.commands.operations.computing import AGAIN_HINT
-from prepcli.core.errors import FAILED, INTERRUPTED, OK, STOPPED, USAGE
+from prepcli.commands.operations.recipes import recipes_folder
+from prepcli.core.errors import FAILED, INTERRUPTED, OK, STOPPED, USAGE, PrepError
 from prepcli.core.process_group import SingleProcess
 from prepcli.formats.manifest import saved_steps
+from prepcli.launch.local import free_port
+from tests.helpers.fork_server import ForkedProcess, run_prep
 from tests.helpers.job_faults import NO_SETTINGS, Fault, Outcome, run_job, state_digest
+from tests.helpers.processes import finish, start_processes
+from tests.helpers.run_cli import run_failing
+from tests.helpers.train_runs import set_keys
 from tests.helpers.training_folder import make_training_folder
+from trainer.distributed import agreement, start
 from trainer.distributed.watchdog import JobEnd
+from trainer.recipe import load_recipe
 from trainer.recipe.tables import Cluster
-from trainer.run.run import _job_error, run_together
+from trainer.run.resume import changed_keys
+from trainer.run.run import (
+    _job_error,
+    compare_settings,
+    compare_start,
+    connect_processes,
+    run_together,
+)
+from trainer.run.storage import write_run_file
+
+# `prep train` in two processes: all end together, whatever happens to one of them, and a restart continues exactly.
 
 KILLED = -signal.SIGKILL
+
+
 # Steps are saved in the background, so later steps may be logged before this line.
 AFTER_SAVE = "saved step 10 "
+
+
 AFTER_EVALUATION = "evaluated at step 30"  # the save of step 20 has waited for that of step 10
 
 
@@ -154,3 +181,208 @@ def test_single_process_starts_no_watchdog() -> None:
     with run_together(SingleProcess(), Cluster(), ui, has_saved_step=lambda: False) as enter_phase:
         enter_phase("load")
         assert {*threading.enumerate()} <= {*threads}
+
+
+# `prep train` under launchers: the start of several processes, and the errors of those that do not fit together.
+
+ONE_TASK = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+
+
+def start_process(*words: str, index: int, count: int, port: int) -> ForkedProcess:
+    """Start `prep train` as one process of `count`, in the current folder."""
+    job = {
+        "JAX_NUM_PROCESSES": str(count),
+        "JAX_PROCESS_ID": str(index),
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+    }
+    words = ("train", "recipe.toml", "--json", "--out", "run", *words)
+    return start_processes(*words, count=1, devices=4, cwd=Path.cwd(), env=job)[0]
+
+
+def test_train_runs_as_the_only_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    for variable, value in ONE_TASK.items():
+        monkeypatch.setenv(variable, value)
+    assert "missing.toml" in run_failing(capsys, 2, "train", "missing.toml")
+
+
+def test_train_refuses_incomplete_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    make_training_folder()
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
+    err = run_failing(capsys, 2, "train", "recipe.toml", "--out", "run")
+    assert "JAX_NUM_PROCESSES is set, and JAX_PROCESS_ID is not" in err
+    assert not Path("run").exists()
+
+
+def test_train_names_the_missing_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make_training_folder()
+    port, timeout = free_port(), ("--set", "cluster.start_timeout=3")
+    processes = [start_process(*timeout, index=0, count=3, port=port)]
+    [(code, out, err)] = finish(processes)
+    assert code == 1
+    assert json.loads(out)["error"]["what"] == "processes 1-2 of 3 did not start within 3 s"
+    assert f"127.0.0.1:{port}" in err
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 3  # what, why, hint
+    assert not Path("run").exists()
+
+
+@pytest.mark.slow
+def test_train_names_the_keys_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make_training_folder()
+    port, rates = free_port(), ("0.01", "0.02")
+    processes = [
+        start_process("--set", f"optimizer.lr={rate}", index=index, count=2, port=port)
+        for index, rate in enumerate(rates)
+    ]
+    (_, out, _), (_, other_out, _) = results = finish(processes)
+    assert json.loads(out)["error"]["what"] == "the processes differ in `optimizer.lr`"
+    assert other_out == "", "process 0 alone prints the JSON object"
+    for code, _, err in results:
+        assert code == 1
+        assert "the processes differ in `optimizer.lr`" in err
+        assert "0.01 in process 0" in err
+        assert "0.02 in process 1" in err
+        assert len(err.splitlines()) == 3
+    assert not Path("run").exists()
+
+
+@pytest.mark.slow
+def test_train_goes_on_after_a_process_of_another_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    make_training_folder()
+    port, short = free_port(), set_keys("train.steps=2", "optimizer.warmup_steps=1")
+    first = start_process(*short, index=0, count=2, port=port)
+    [(code, _, err)] = finish(
+        [start_process(*short, "--set", "name=other", index=1, count=2, port=port)]
+    )
+    assert code == 1
+    assert f"process 0 at 127.0.0.1:{port} belongs to another job" in err
+    assert "`recipe recipe`" in err
+    assert "`recipe other`" in err
+    results = finish([first, start_process(*short, index=1, count=2, port=port)])
+    assert [code for code, _, _ in results] == [0, 0], results
+
+
+def test_local_devices_are_simulated_on_cpus(work_dir: Path):
+    words = (
+        "train",
+        "recipe.toml",
+        "--dry-run",
+        *set_keys("mesh=1,2,1", "cluster.n_local_devices=2"),
+    )
+    done = run_prep(*words, cwd=work_dir)
+    assert done.returncode == 0, done.stderr
+    assert "mesh dp 1 x fsdp 2 x mp 1 = 2 devices" in done.stderr
+
+
+def test_number_of_devices_in_use_cannot_change(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    jax.devices()
+    words = ("train", "recipe.toml", "--dry-run", "--set", "cluster.n_local_devices=2")
+    err = run_failing(capsys, 2, *words)
+    assert "`cluster.n_local_devices` is 2, and this process has 8 x cpu" in err
+    assert "`JAX_NUM_CPU_DEVICES=2` before Python starts" in err
+
+
+# The facts that the processes of `prep train` compare.
+
+MANIFEST = {
+    "config": {"hidden_size": 8},
+    "tensors": {"a": {"digests": [[0, 1, "d"]]}},
+    "source": {"mtime_ns": 1},
+}
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Return a dict that receives the facts of each comparison."""
+    all_facts: dict[str, str] = {}
+
+    def check_agreement(group: object, facts: Mapping[str, str], **_: object) -> None:
+        all_facts.update(facts)
+
+    def start_processes(address: object, **_: object) -> SingleProcess:
+        return SingleProcess()
+
+    monkeypatch.setattr(agreement, "check_agreement", check_agreement)
+    monkeypatch.setattr(start, "start_processes", start_processes)
+    return all_facts
+
+
+def test_compare_settings_compares_versions_and_recipe(compared: dict[str, str]):
+    path = recipes_folder() / "gpt-neo-1.3b.toml"
+    settings = (
+        "cluster.n_processes=2",
+        "cluster.process_id=1",
+        "cluster.host0_address=10.0.0.1",
+        "optimizer.lr=0.5",
+    )
+    recipe = load_recipe(path, settings).recipe
+    group, ui = connect_processes(recipe), open_ui("train", as_json=False, quiet=True, verbose=0)
+    compare_settings(group, recipe, {"restart": True}, ui)
+    assert {"python", "prepcli", "jax", "jaxlib", "seed", "train.steps"} <= compared.keys()
+    assert compared["optimizer.lr"] == "0.5"
+    assert compared["restart"] == "True"
+    assert (
+        not {"cluster.process_id", "cluster.host0_address", "data.train", "data.cache"}
+        & compared.keys()
+    )
+
+
+def checkpoint_facts(compared: dict[str, str], manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Return the facts of a start checkpoint."""
+    compare_start(SingleProcess(), manifest, step=3, data_identity="tokens", kernel="blockwise")
+    return dict(compared)
+
+
+def test_checkpoint_facts_change_with_digests_not_mtime(compared: dict[str, str]):
+    facts = checkpoint_facts(compared, MANIFEST)
+    assert (facts["last step"], facts["data"], facts["attention kernel"]) == (
+        "3",
+        "tokens",
+        "blockwise",
+    )
+    assert checkpoint_facts(compared, MANIFEST | {"source": {"mtime_ns": 2}}) == facts
+    changed = checkpoint_facts(compared, MANIFEST | {"tensors": {"a": {"digests": [[0, 1, "e"]]}}})
+    assert changed["start checkpoint"] != facts["start checkpoint"]
+
+
+# Files of a training run besides its checkpoints.
+
+
+def make_run(folder: Path) -> Any:
+    return SimpleNamespace(folder=folder, storage=SimpleNamespace(store_file=lambda name: None))
+
+
+def test_write_run_file_replaces_a_file(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    for text in ("old", "é"):
+        write_run_file(run, "environment.json", text)
+        assert (run.folder / "environment.json").read_text("utf-8") == text
+    assert os.listdir(run.folder) == ["environment.json"]
+
+
+@pytest.mark.parametrize("name", ["environment.json", "environment.json.new"])
+def test_write_run_file_changes_no_file_outside(tmp_path: Path, name: str):
+    (tmp_path / "private").write_text("private")
+    run = make_run(tmp_path / "run")
+    run.folder.mkdir()
+    (run.folder / name).symlink_to(tmp_path / "private")
+    with suppress(PrepError):
+        write_run_file(run, "environment.json", "new")
+    assert (tmp_path / "private").read_text() == "private"
+
+
+def test_recipe_of_a_run_must_be_a_regular_file(tmp_path: Path):
+    os.mkfifo(tmp_path / "recipe.toml")
+    with pytest.raises(PrepError, match=r"recipe\.toml is not a file"):
+        changed_keys(tmp_path / "recipe.toml", load_recipe(recipes_folder() / "gpt2.toml").recipe)

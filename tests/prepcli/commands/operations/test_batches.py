@@ -18,7 +18,7 @@ import pytest
 
 import prepcli as prep
 from tests.helpers.training_folder import RECIPE, make_training_folder
-from tests.trainer.run.test_train_packing import write_documents
+from tests.trainer.run.test_train_losses import write_documents
 from trainer.data import files as data_files
 from trainer.data import store
 from trainer.data.files import DataFile
