@@ -1,16 +1,27 @@
-"""Untrusted chat templates: time and memory are bounded, results are deterministic, and each attempt is one error."""
+"""Untrusted chat templates: bounded time and memory, deterministic results, and one error for each attempt."""
 
 from __future__ import annotations
 
+import copy
+import datetime
 import os
+import random
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prepcli.core.errors import PrepError
+from tests.trainer.data import chat_templates
 from trainer.data import chat_template
+from trainer.data.chat import ChatBuilder
 from trainer.data.chat_template import ChatRenderer, ChatTemplate, Conversation, load_chat_template
+from trainer.data.conversations import ALL, LAST, LossRule
+from trainer.data.examples import ExampleSettings
+from trainer.data.readers.reader import Record
+
+# Untrusted chat templates: time and memory are bounded, results are deterministic, and each attempt is one error.
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "hello"},
@@ -18,7 +29,7 @@ MESSAGES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit a rendering to a second. The memory of Python and of some values is enough."""
     monkeypatch.setattr(chat_template, "BASE_CPU_S", 1)
@@ -33,10 +44,14 @@ def render(template: str, messages: list[dict[str, Any]] | None = None) -> str:
 
 
 LOOP_10 = "{% for a in range(10) %}"
+
+
 DOUBLED_LISTS = (
     "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(60) %}"
     "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
 )
+
+
 DOUBLED_NAMESPACES = "{% set n0 = namespace(v=1) %}" + "".join(
     f"{{% set n{number} = namespace(v=[n{number - 1}, n{number - 1}]) %}}"
     for number in range(1, 60)
@@ -109,6 +124,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_template_is_one_short_error(template: str):
     with pytest.raises(PrepError) as caught:
@@ -117,6 +133,7 @@ def test_hostile_template_is_one_short_error(template: str):
     assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize(
     ("template", "text"),
     [
@@ -155,6 +172,7 @@ def test_ordinary_template_renders_as_jinja_does(template: str, text: str):
     assert plain.from_string(template).render(messages=MESSAGES) == text
 
 
+@pytest.mark.usefixtures("small_limits")
 def test_limits_grow_with_the_messages():
     content = "long text \n" * 400_000
     template = "{% for m in messages %}{{ m.content|trim|replace('long', 'short')|indent(2) ~ m.role }}{% endfor %}"
@@ -165,15 +183,18 @@ def test_limits_grow_with_the_messages():
     assert render("{% for m in messages %}" + tail + "{% endfor %}", messages).endswith("19999!")
 
 
+@pytest.mark.usefixtures("small_limits")
 def test_equal_messages_have_equal_texts():
     assert len({render("{{ messages|tojson }}{{ namespace(a=1) }}") for _ in range(3)}) == 1
 
 
+@pytest.mark.usefixtures("small_limits")
 def test_each_rendering_has_its_own_limit():
     renderer = ChatRenderer(ChatTemplate("t", "{% for i in range(99999) %}{% endfor %}x", ()))
     assert [renderer.render(Conversation(MESSAGES, "p"))[0] for _ in range(30)] == ["x"] * 30
 
 
+@pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize(
     "name", ["chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"]
 )
@@ -194,6 +215,7 @@ def test_template_is_read_from_regular_files_only(tmp_path: Path, name: str):
         load_chat_template(tmp_path)
 
 
+@pytest.mark.usefixtures("small_limits")
 def test_deep_or_large_settings_of_a_template_are_errors(tmp_path: Path):
     (tmp_path / "chat_template.jinja").write_text("x" * 5_000_000)
     with pytest.raises(PrepError, match="too large"):
@@ -204,3 +226,170 @@ def test_deep_or_large_settings_of_a_template_are_errors(tmp_path: Path):
         match=r"tokenizer_config.json is not JSON - its JSON is nested more than 100 levels",
     ):
         load_chat_template(tmp_path)
+
+
+# Mutated templates and conversations: an example or one error, in bounded time.
+
+TEMPLATES = [text for name, text in vars(chat_templates).items() if name.isupper()]
+
+
+PIECES = (
+    *(
+        "{% for m in messages %}",
+        "{% endfor %}",
+        "{% if loop.last %}",
+        "{% endif %}",
+        "{{",
+        "}}",
+        "{%-",
+    ),
+    *(
+        "messages",
+        "m.content",
+        "m.tool_calls",
+        "| tojson",
+        "| length",
+        "* 99999",
+        "range(10**9)",
+        "~",
+    ),
+    *(
+        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+        "{% generation %}",
+        "{% endgeneration %}",
+    ),
+    *(
+        "\ufdd2\ufdd4\ufdd3",
+        "\ufdd0",
+        "content[::-1]",
+        "content[1:]",
+        "content.split('b')[0]",
+        "| upper",
+    ),
+)
+
+
+VALUES = (
+    *(
+        None,
+        "",
+        " ",
+        "a",
+        "b\n",
+        "<think>x</think>y",
+        "[THINK]z",
+        "</think>",
+        0,
+        0.5,
+        1,
+        2,
+        -1,
+        True,
+        False,
+    ),
+    *([], {}, "[]", "{}", [None], {"a": {"b": [1]}}, "\ufdd5", "\ud800", "😀" * 50, float("nan")),
+    *([{"type": "text", "text": "c"}], [{"type": "image"}], ["d"], "x" * 10_000),
+)
+
+
+KEYS = (
+    *(
+        "role",
+        "content",
+        "tool_calls",
+        "thinking",
+        "reasoning",
+        "reasoning_content",
+        "weight",
+        "train",
+    ),
+    *("loss", "function", "arguments", "name", "id", "type", "text"),
+)
+
+
+ROLES = ("user", "assistant", "system", "tool", "", "x")
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"city": "Ulm"}}}
+
+
+FUZZED_MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be kind"},
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL], "reasoning_content": "r"},
+    {"role": "tool", "content": "sun"},
+    {"role": "assistant", "content": "<think>b</think>c", "weight": 0.5},
+]
+
+
+# A hang would take for ever. The bound leaves room for a busy machine.
+MAX_SECONDS = 60
+
+
+def mutate_template(text: str, rng: random.Random) -> str:
+    """Return a template with parts removed, repeated or inserted."""
+    for _ in range(rng.randrange(3)):
+        start, length = rng.randrange(len(text) + 1), rng.randrange(12)
+        part = rng.choice(["", text[start : start + length] * 2, rng.choice(PIECES)])
+        text = text[:start] + part + text[start + length :]
+    return text
+
+
+def mutate_value(value: Any, rng: random.Random) -> Any:
+    """Return a value with one part changed."""
+    if isinstance(value, list) and value and rng.random() < 0.9:
+        index = rng.randrange(len(value))
+        value[index] = mutate_value(value[index], rng)
+        if rng.random() < 0.1:
+            value.insert(index, copy.deepcopy(rng.choice(value)))
+        return value
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice([*value, rng.choice(KEYS)])
+        value[key] = mutate_value(value.get(key), rng)
+        if rng.random() < 0.1:
+            del value[key]
+        return value
+    return copy.deepcopy(rng.choice([*VALUES, *ROLES]))
+
+
+def build_mutant(seed: int) -> bool:
+    """Build the example of a mutated conversation. Return whether there is one."""
+    rng = random.Random(seed)
+    text = mutate_template(rng.choice(TEMPLATES), rng)
+    messages: Any = copy.deepcopy(rng.sample(FUZZED_MESSAGES, rng.randrange(1, 6)))
+    for _ in range(rng.randrange(3)):
+        messages = mutate_value(messages, rng)
+    tools = rng.choice([None, [CALL], "[]", mutate_value([copy.deepcopy(CALL)], rng)])
+    template = ChatTemplate("t", text, (("bos_token", "<s>"),), date=datetime.date(2026, 1, 31))
+    settings = ExampleSettings(
+        fields="messages",
+        chat_template=template,
+        joins_last_turns=rng.random() < 0.3,
+        loss=rng.choice([LossRule(), LossRule(LAST), LossRule(ALL), LossRule(("user",), False)]),
+        stop_texts=("<|im_end|>", "</s>"),
+    )
+    try:
+        builder = ChatBuilder(settings, template)
+        example = builder.build(Record({"messages": messages, "tools": tools}, "a:1", 1))
+    except PrepError:
+        return False
+    for segment in example.target:
+        spans = segment.loss_spans or ()
+        assert all(0 <= start <= end <= len(segment.content) for start, end, _ in spans)
+        assert all(0 <= weight <= 1 for *_, weight in spans)
+    return True
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(500), pytest.param(range(500, 10_500), marks=pytest.mark.slow)],
+    ids=["few", "many"],
+)
+def test_mutants_give_an_example_or_an_error(seeds: range, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chat_template, "BASE_CPU_S", 2)
+    n_built = 0
+    for seed in seeds:
+        start = time.monotonic()
+        n_built += build_mutant(seed)
+        assert time.monotonic() - start < MAX_SECONDS, seed
+    assert n_built > len(seeds) // 10

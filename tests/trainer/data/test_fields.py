@@ -1,8 +1,11 @@
-"""Examples of records: the text of columns, and errors that name the line and the column."""
+"""Examples of records: the text of columns, their tokens and loss weights, and samples of them."""
 
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.core.errors import USAGE, PrepError
-from trainer.data.examples import Example, ExampleSettings
+from tests.helpers.corpus import TEXT, encode, make_tokenizer
+from tests.helpers.corpus import encode as encode_text
+from tests.trainer.data.test_packing import make_tokens
+from trainer.data import encode as encode_module
+from trainer.data import token_samples
+from trainer.data.encode import BATCHES_AHEAD, ExampleBatch, encode_batches
+from trainer.data.examples import Example, ExampleSettings, Segment
 from trainer.data.fields import compile_fields
 from trainer.data.readers.reader import Record, TextChunk
+from trainer.data.sample_text import SamplePart
+from trainer.data.store import MappedTokens
+from trainer.data.token_samples import count_samples, read_samples
+from trainer.data.tokenizer import TextTokenizer, load_tokenizer
+
+# Examples of records: the text of columns, and errors that name the line and the column.
 
 PLACE, VOCAB = "a.jsonl:3", 100
 
@@ -71,7 +86,11 @@ def encode_base64(ids: list[int]) -> str:
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+
+
 IDS = st.lists(st.integers(0, VOCAB - 1), max_size=4)
+
+
 ITEMS = st.one_of(
     st.lists(TEXTS, min_size=1, max_size=3),
     IDS.map(np.array),
@@ -261,3 +280,212 @@ def test_eos_id_follows_the_last_chunk_of_a_text(ends_document: bool):
     example = builder.build(TextChunk("part", 4, starts_document=True, ends_document=ends_document))
     assert contents(example.target) == [("part", 1)] + [([7], 1)] * ends_document
     assert (example.source, example.nbytes, example.ends_document) == (None, 4, ends_document)
+
+
+# Encoding examples: tokens in order, with their loss weights.
+
+SEGMENTS = st.lists(
+    st.tuples(st.text() | st.lists(st.integers(0, 2**32 - 1), max_size=3), st.integers(0, 1)),
+    max_size=3,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    return load_tokenizer(make_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"))
+
+
+@given(st.lists(st.integers(0, 2 * encode_module.ENCODE_BATCH_NBYTES)))
+def test_batch_examples_keeps_order_and_bounds_size(sizes: list[int]):
+    examples = ((0, Example((), nbytes)) for nbytes in sizes)
+    batches = [batch.examples for batch in encode_module.batch_examples(examples)]
+    assert [example.nbytes for batch in batches for example in batch] == sizes
+    totals = [sum(example.nbytes for example in batch) for batch in batches]
+    assert all(
+        len(batch) == 1 or total <= encode_module.ENCODE_BATCH_NBYTES
+        for batch, total in zip(batches, totals)
+    )
+    assert all(batches)
+
+
+@given(st.lists(st.integers(0, 3)))
+def test_batch_examples_separates_shards(shards: list[int]):
+    shards.sort()
+    examples = [(shard, Example((), number)) for number, shard in enumerate(shards)]
+    batches = encode_module.batch_examples(iter(examples))
+    assert [(batch.shard, example) for batch in batches for example in batch.examples] == examples
+
+
+def make_segments(parts: list[tuple[str | list[int], int]]) -> tuple[Segment, ...]:
+    """Return segments of texts and ids with their weights."""
+    contents = [part if isinstance(part, str) else np.array(part, np.uint32) for part, _ in parts]
+    return tuple(Segment(content, weight) for content, (_, weight) in zip(contents, parts))
+
+
+@given(st.lists(st.tuples(SEGMENTS | st.none(), SEGMENTS, st.booleans()), max_size=4))
+def test_encode_batch_has_each_token_once_with_its_weight(
+    tokenizer: TextTokenizer,
+    examples: list[
+        tuple[list[tuple[str | list[int], int]] | None, list[tuple[str | list[int], int]], bool]
+    ],
+):
+    batch = [
+        Example(
+            make_segments(target),
+            0,
+            source=None if source is None else make_segments(source),
+            ends_document=ends,
+        )
+        for source, target, ends in examples
+    ]
+    tokens: list[tuple[int, int]] = []
+    ends: list[int] = []
+    for source, target, ends_document in examples:
+        if source is not None:
+            tokens += weighted_tokens(source, tokenizer)
+            ends.append(len(tokens))
+        tokens += weighted_tokens(target, tokenizer)
+        if ends_document:
+            ends.append(len(tokens))
+    encoded = encode_module.encode_batch(batch, tokenizer)
+    weights = encoded.weights
+    if weights is None:
+        weights = np.ones(len(encoded.ids), np.uint8)
+    assert list(zip(encoded.ids, weights, strict=True)) == tokens
+    assert encoded.ends.tolist() == ends
+
+
+def weighted_tokens(
+    parts: list[tuple[str | list[int], int]], tokenizer: TextTokenizer
+) -> list[tuple[int, int]]:
+    """Return each token of texts and ids with its weight."""
+    tokens: list[tuple[int, int]] = []
+    for part, weight in parts:
+        if isinstance(part, str):
+            ids: list[int] = tokenizer.encode([part])[0].tolist()
+        else:
+            ids = part
+        tokens += [(token, weight) for token in ids]
+    return tokens
+
+
+def test_text_with_weight_1_has_no_weights(tokenizer: TextTokenizer):
+    assert encode_module.encode_batch([Example((Segment(TEXT),), 0)], tokenizer).weights is None
+
+
+def make_batches(count: int, read: list[int]) -> Iterator[ExampleBatch]:
+    """Yield batches of one text each, and record their numbers when they are read."""
+    for number in range(count):
+        read.append(number)
+        yield ExampleBatch(0, [Example((Segment(f"the cat {number}"),), nbytes=1)])
+
+
+@pytest.mark.parametrize("count", [0, 1, BATCHES_AHEAD, 9])
+def test_encode_batches_keeps_the_order(tokenizer: TextTokenizer, count: int):
+    encoded = [
+        encoded.ids.tolist() for _, encoded in encode_batches(make_batches(count, []), tokenizer)
+    ]
+    assert encoded == [encode_text(tokenizer.path, f"the cat {number}") for number in range(count)]
+
+
+def test_encode_batches_reads_a_constant_number_ahead(tokenizer: TextTokenizer):
+    read: list[int] = []
+    batches = encode_batches(make_batches(9, read), tokenizer)
+    for number in range(3):
+        next(batches)
+        assert len(read) == number + 1 + BATCHES_AHEAD
+    batches.close()
+
+
+def test_encode_batches_raises_errors_of_threads(
+    tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(batch: list[Example], _: TextTokenizer) -> None:
+        raise PrepError(str(batch[0].target[0].content))
+
+    monkeypatch.setattr(encode_module, "encode_batch", fails)
+    with pytest.raises(PrepError, match="the cat 0"):
+        list(encode_batches(make_batches(9, []), tokenizer))
+
+
+# Samples of a token store as text, and their counts: compare with documents counted by hand.
+
+# Text, a character of several tokens, and the special token of the tokenizer.
+DOCUMENT = "the cat sat\n 日本"
+
+
+DOCUMENTS = st.lists(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=6), max_size=9
+)
+
+
+def weighted(documents: list[list[tuple[int, int]]], seq_length: int) -> MappedTokens:
+    """Return a store of documents of ids and weight codes: 0, 1, or 2 for the weight 0.3."""
+    tokens = make_tokens([[token for token, _ in document] for document in documents], seq_length)
+    codes = np.array([code for document in documents for _, code in document], np.uint8)
+    return replace(tokens, weight_codes=codes, loss_weights=(0.0, 1.0, 0.3))
+
+
+@given(DOCUMENTS, st.integers(1, 5))
+def test_sample_counts_match_documents(documents: list[list[tuple[int, int]]], seq_length: int):
+    counts = count_samples(weighted(documents, seq_length), source_length=0, has_blocks=True)
+    losses = [sum(code > 0 for _, code in document) for document in documents]
+    lengths = [len(document) for document in documents]
+    assert (counts.samples, counts.tokens) == (len(documents), sum(lengths))
+    assert (counts.loss_tokens, counts.without_loss) == (sum(losses), losses.count(0))
+    assert counts.cut == sum(length > seq_length for length in lengths)
+    assert counts.longest == max(lengths, default=0)
+    assert counts.dropped == sum(lengths) % seq_length
+
+
+def test_sample_counts_of_pairs_have_both_texts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(token_samples, "COUNT_DOCUMENTS", 2)
+    pairs = [[(3, 1), (4, 1), (5, 1)], [(6, 1), (7, 0), (8, 1), (9, 1)], [(1, 1)], [(2, 0)]]
+    counts = count_samples(weighted(pairs, 2), source_length=2, has_blocks=True)
+    assert (counts.samples, counts.tokens, counts.loss_tokens) == (2, 9, 3)
+    assert (counts.cut, counts.cut_sources, counts.cut_targets) == (1, 1, 1)
+    assert (counts.dropped, counts.longest, counts.without_loss) == (3, 4, 1)
+    counts = count_samples(weighted(pairs, 2), source_length=3, has_blocks=False)
+    assert (counts.cut_sources, counts.cut_targets, counts.dropped) == (0, 1, 2)
+
+
+def test_samples_have_the_text_of_all_tokens(tmp_path: Path):
+    tokenizer = load_tokenizer(make_tokenizer(tmp_path / "tokenizer.json"))
+    ids = encode(tokenizer.path, DOCUMENT)
+    unknown = tokenizer.max_id + 5
+    (sample,) = read_samples(make_tokens([[*ids, 0, unknown]], 4), tokenizer, 3)
+    assert sample.parts == (
+        SamplePart(DOCUMENT, tuple(ids), 1.0),
+        SamplePart(f"<|end|><|{unknown}|>", (0, unknown), 1.0, is_special=True),
+    )
+    assert (sample.tokens, sample.loss_tokens, sample.is_cut) == (len(ids) + 2, len(ids) + 2, True)
+
+
+def test_samples_begin_a_part_where_the_weight_changes(tmp_path: Path):
+    tokenizer = load_tokenizer(make_tokenizer(tmp_path / "tokenizer.json"))
+    codes = [(" the", 0), (" cat", 1), (" sat", 2)]
+    document = [(token, code) for text, code in codes for token in encode(tokenizer.path, text)]
+    samples = list(read_samples(weighted([document, [], document], 99), tokenizer, 2))
+    parts = [(part.text, part.weight) for part in samples[0].parts]
+    assert parts == [(" the", 0.0), (" cat", 1.0), (" sat", 0.3)]
+    assert (len(samples), samples[1].parts, samples[1].tokens) == (2, (), 0)
+
+
+def test_long_sample_has_its_start_and_its_end(tmp_path: Path):
+    tokenizer = load_tokenizer(make_tokenizer(tmp_path / "tokenizer.json"))
+    ids = encode(tokenizer.path, "the cat sat on the mat." * 100)
+    (sample,) = read_samples(make_tokens([ids], 9), tokenizer, 1, max_tokens=5)
+    first, middle, last = sample.parts
+    assert first.ids + last.ids == (*ids[:2], *ids[-3:])
+    assert (middle.omitted, middle.text, sample.tokens) == (len(ids) - 5, "", len(ids))
+
+
+def test_pairs_have_source_and_target(tmp_path: Path):
+    tokenizer = load_tokenizer(make_tokenizer(tmp_path / "tokenizer.json"))
+    the, cat = (encode(tokenizer.path, text) for text in ("the", " cat"))
+    documents = [the, cat, cat, the, the, the]
+    samples = list(read_samples(make_tokens(documents, 9), tokenizer, 2, source_length=9))
+    texts = [(sample.source[0].text, sample.parts[0].text) for sample in samples]
+    assert texts == [("the", " cat"), (" cat", "the")]
+    assert [sample.source[0].weight for sample in samples] == [0.0, 0.0]
+    assert [sample.loss_tokens for sample in samples] == [len(cat), len(the)]

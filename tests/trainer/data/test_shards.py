@@ -27,7 +27,7 @@ import prepcli
 from prepcli.core.errors import PrepError
 from tests.helpers.corpus import TEXT, change, make_config, write_json
 from tests.helpers.token_stores import NAME, fill, read_files, write_earlier_layout, write_shards
-from tests.trainer.data.readers.test_megatron_file import DOCUMENTS, write_dataset
+from tests.trainer.data.readers.test_token_files import DOCUMENTS, write_dataset
 from trainer.data import encode, shards, store_files
 from trainer.data import files as data_files
 from trainer.data.files import DataFile

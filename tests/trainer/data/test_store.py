@@ -1,15 +1,23 @@
-"""The token store: complete or absent, and damage is detected."""
+"""The token store: complete or absent, damage is detected, and its identity is that of earlier versions."""
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
+import shutil
+import time
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 
 from prepcli.core.errors import PrepError
+from tests.helpers.corpus import change
 from tests.helpers.token_stores import (
     NAME,
     Fill,
@@ -19,7 +27,15 @@ from tests.helpers.token_stores import (
     write_store,
 )
 from trainer.data import store
+from trainer.data.chat_template import ChatTemplate
+from trainer.data.conversations import LossRule
+from trainer.data.examples import ExampleSettings, IdentityChange
+from trainer.data.files import DataFile
 from trainer.data.shards import ShardWriter
+from trainer.data.store_files import ABANDONED_AFTER_S, discard_folder, new_folder, remove_abandoned
+from trainer.data.tokenize_config import TokenizeConfig, store_identity
+
+# The token store: complete or absent, and damage is detected.
 
 
 def flip_bit(path: Path) -> None:
@@ -219,3 +235,234 @@ def test_store_with_invalid_meta_is_rejected(tmp_path: Path, change: dict[str, o
     message = r"store\.json has invalid values or belongs to another store"
     with pytest.raises(PrepError, match=message):
         store.read_meta(folder)
+
+
+# The identity of a token store: unchanged for the recipes of earlier versions.
+
+FILES = [DataFile(Path("a"), 10, "d1"), DataFile(Path("b"), 20, "d2")]
+
+
+def identity(without: Collection[IdentityChange] = (), **changes: Any) -> str:
+    """Return the identity of a store of FILES, without changes since an earlier version."""
+    config = TokenizeConfig(
+        type="text",
+        paths=("a",),
+        examples=ExampleSettings(eos_id=0),
+        seq_length=8,
+        tokenizer=Path("t"),
+        vocab=300,
+        cache=Path("c"),
+    )
+    return store_identity(change(config, **changes), FILES, "tokenizer", without=without)
+
+
+@pytest.mark.parametrize(
+    ("changes", "recorded"),
+    [
+        ({}, "bd1a2e9022d6c54251ccec723e18282d"),
+        ({"eos_id": None}, "e84760fb2b0248eba564c25e6d0810ad"),
+        ({"type": "json", "fields": "text"}, "bea09ba10bfd281250553682122eaf0b"),
+        ({"type": "json", "fields": "my text"}, "417eea8b52d4274a93a0ca48d67f57d2"),
+        (
+            {"type": "json", "fields": "[a], [b], c", "has_encoder": True},
+            "f42182989a392ce0099c15c2d783bc13",
+        ),
+        (
+            {"type": "json", "fields": "[a], c", "has_encoder": True, "source_prefix": "do: "},
+            "7c3c283b6c803123420db07927ad73a9",
+        ),
+    ],
+)
+def test_identity_of_earlier_versions_is_unchanged(changes: dict[str, Any], recorded: str):
+    assert identity(**changes) == recorded
+
+
+JSON = {"type": "json", "fields": "text", "bos_id": 3}
+
+
+TEMPLATE = ChatTemplate("f", "{{ messages }}", (("bos_token", "<s>"),))
+
+
+VARIANTS: list[dict[str, Any]] = [
+    JSON,
+    {**JSON, "add_bos": True},
+    {**JSON, "add_bos": True, "bos_id": 4},
+    {**JSON, "add_eos": False},
+    {**JSON, "prepend_text": "Q: "},
+    {**JSON, "subfield_separator": ""},
+    {**JSON, "max_examples": 5},
+    {**JSON, "fields": "[text], b"},
+    {**JSON, "fields": "[text], b", "has_encoder": True},
+    {**JSON, "fields": "[text+b], b"},
+    {**JSON, "fields": "[text+b], b", "has_encoder": True},
+    {**JSON, "fields": "[text+b], b", "has_encoder": True, "bos_id": 4},
+    {**JSON, "fields": "<|bos|>, b"},
+    {**JSON, "fields": "<|bos|>, b", "bos_id": 4},
+    {**JSON, "fields": "<|bos|>, b", "add_eos": False},
+    {**JSON, "fields": "<|bos|>, b", "add_eos": False, "eos_id": 1},
+    {**JSON, "fields": "{text}"},
+    {**JSON, "fields": "", "fields_from_example": "text"},
+    {**JSON, "fields": "", "fields_from_example": "text", "bos_id": 4},
+    {**JSON, "fields": "", "fields_from_example": "text", "has_encoder": True},
+    {**JSON, "chat_template": TEMPLATE},
+    {**JSON, "chat_template": replace(TEMPLATE, text="{{ messages[0] }}")},
+    {**JSON, "chat_template": replace(TEMPLATE, special_tokens=())},
+    {**JSON, "chat_template": replace(TEMPLATE, tool_text="{{ tools }}")},
+    {**JSON, "chat_template": replace(TEMPLATE, arguments='{"a": 1}')},
+    {**JSON, "chat_template": replace(TEMPLATE, date=datetime.date(2026, 1, 31))},
+    {**JSON, "chat_template": TEMPLATE, "joins_last_turns": True},
+    {**JSON, "chat_template": TEMPLATE, "loss": LossRule(("last",))},
+    {**JSON, "chat_template": TEMPLATE, "loss": LossRule(has_reasoning=False)},
+    {**JSON, "chat_template": TEMPLATE, "stop_texts": ("</s>",)},
+]
+
+
+def test_identity_depends_on_all_settings_of_examples():
+    assert len({identity(**variant) for variant in VARIANTS}) == len(VARIANTS)
+
+
+@pytest.mark.parametrize(
+    "change", [{"bos_id": 4}, {"source_length": 9}, {"eos_id": 0, "add_bos": False}]
+)
+def test_identity_ignores_settings_that_change_no_token(change: dict[str, Any]):
+    assert identity(**JSON) == identity(**{**JSON, **change})
+
+
+def test_chat_identity_has_the_begin_token_only_if_the_template_lacks_it():
+    settings = {**JSON, "fields": "messages", "chat_template": TEMPLATE}
+    assert identity(**settings, add_bos=True) != identity(**settings)
+    writes_bos = replace(TEMPLATE, text="{{ bos_token }}{{ messages }}")
+    doubled = {**settings, "chat_template": writes_bos}
+    assert identity(**doubled, add_bos=True) != identity(**settings, add_bos=True)
+
+
+def test_identity_ignores_the_file_of_a_chat_template():
+    assert identity(**JSON, chat_template=TEMPLATE) == identity(
+        **JSON, chat_template=replace(TEMPLATE, file="other")
+    )
+
+
+def test_identity_has_the_rule_of_lists_only_with_skipped_lines():
+    earlier = [IdentityChange.JSON_LISTS]
+    # Recorded before lists were read.
+    assert identity(earlier, type="json", fields="text", bad_lines=2) == (
+        "25fb75f318c9a5a17fd253d64c38eb4f"
+    )
+    assert identity(earlier, **JSON, bad_lines=2) != identity(**JSON, bad_lines=2)
+    assert identity(earlier, **JSON) == identity(**JSON)
+    csv = {**JSON, "type": "csv"}
+    assert identity(earlier, **csv, bad_lines=2) == identity(**csv, bad_lines=2)
+
+
+def test_identity_has_the_document_limit_only_with_skipped_lines():
+    assert identity(**JSON, max_document_nbytes=5) == identity(**JSON)
+    assert identity(**JSON, max_document_nbytes=5, bad_lines=2) != identity(**JSON, bad_lines=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "recorded"),
+    [
+        ({"type": "parquet"}, "eafee558c91dd2e364aa0d2e44d7ca9e"),
+        ({"type": "parquet", "add_bos": True}, "a5e21b119fcaba5ecdbae54967950cd6"),
+        ({"type": "json", "add_bos": True}, "f544d5cb77c1fd774c53de278ac8a160"),
+    ],
+)
+def test_identity_without_changes_is_that_of_an_earlier_version(
+    changes: dict[str, Any], recorded: str
+):
+    writes_bos = replace(TEMPLATE, text="{{ bos_token }}{{ messages }}")
+    settings = {"bos_id": 3, "fields": "messages", "chat_template": writes_bos, **changes}
+    assert identity(**settings) != recorded
+    assert identity([*IdentityChange], **settings) == recorded
+
+
+# Folders have their name only when complete, with any number of processes and after any death.
+
+FOLDER = "0" * 32
+
+
+def write(folder: Path, content: str = "x") -> None:
+    with new_folder(folder) as temporary:
+        (temporary / "file").write_text(content)
+
+
+def test_new_folder_appears_at_the_end(tmp_path: Path):
+    folder = tmp_path / "parent" / FOLDER
+    with new_folder(folder) as temporary:
+        (temporary / "file").write_text("x")
+        assert not folder.exists()
+    assert [path.name for path in folder.parent.iterdir()] == [FOLDER]
+    assert (folder / "file").read_text() == "x"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_failed_block_leaves_nothing(tmp_path: Path, error: type[BaseException]):
+    def fails() -> None:
+        with new_folder(tmp_path / FOLDER) as temporary:
+            (temporary / "file").write_text("x")
+            raise error
+
+    with pytest.raises(error):
+        fails()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_first_process_to_finish_gives_the_name(tmp_path: Path):
+    folder = tmp_path / FOLDER
+    with new_folder(folder) as temporary:
+        (temporary / "file").write_text("second")
+        write(folder, "first")
+    assert (folder / "file").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
+
+
+def test_process_writes_on_after_another_has_finished(tmp_path: Path):
+    """The first process removes the temporary folders of all others."""
+    with new_folder(tmp_path / FOLDER) as temporary:
+        write(tmp_path / FOLDER, "first")
+        (temporary / "file").write_text("second")
+    assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
+
+
+def test_process_finds_its_temporary_folder_half_removed(tmp_path: Path):
+    folder = tmp_path / FOLDER
+    with new_folder(folder) as temporary:
+        write(folder, "first")
+        # The other process removes one file after another, and then the folder.
+        temporary.mkdir()
+        (temporary / "file").read_text()
+    assert (folder / "file").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
+
+
+def test_temporary_folder_of_a_killed_process_is_removed(tmp_path: Path):
+    with new_folder(tmp_path / FOLDER) as temporary:
+        shutil.copytree(temporary, tmp_path / f"{NAME}.0123456789ab.partial")
+    assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
+
+
+def test_discarded_folder_is_gone(tmp_path: Path):
+    write(tmp_path / FOLDER)
+    discard_folder(tmp_path / FOLDER)
+    discard_folder(tmp_path / FOLDER)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_only_abandoned_stores_are_removed(tmp_path: Path):
+    old = time.time() - ABANDONED_AFTER_S - 60
+    names = ["1" * 32, f"{'2' * 32}.host-1-2.partial", f"shards-{'3' * 32}"]
+    kept = ["4" * 32, "model-init.partial", "5" * 31, "mine"]
+    for name in (*names, *kept):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (old, old))
+    # A store with a shard, and one whose shard is being written
+    for name, part in (("7" * 32, "00000"), ("8" * 32, "00000.0123456789ab.partial")):
+        (tmp_path / name / part).mkdir(parents=True)
+        kept.append(name)
+    written = tmp_path / ("8" * 32) / "00000.0123456789ab.partial" / "tokens.bin"
+    written.write_bytes(b"x")
+    for folder in (tmp_path / ("7" * 32) / "00000", tmp_path / ("7" * 32), tmp_path / ("8" * 32)):
+        os.utime(folder, (old, old))
+    (tmp_path / ("6" * 32)).mkdir()
+    remove_abandoned(tmp_path, lambda folder: folder.name == "4" * 32)
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, "6" * 32}

@@ -12,7 +12,7 @@ from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import num_batch_shards
 from prepcli.models.rule_text import merge_rules
 from tests.helpers.runs import make_setup
-from tests.trainer.run.test_checks import RECIPE
+from tests.trainer.run.test_checks import RECIPE as LLAMA_RECIPE
 from trainer.planning.step_inputs import check_exact_model, reduction_shards
 from trainer.recipe import batch_shape, load_recipe
 
@@ -21,7 +21,7 @@ EXACT = "train.reduction=exact"
 
 def count_shards(folder: Path, mesh: str, *overrides: str, rules: tuple[str, ...] = ()) -> int:
     """Return the logical shards of a recipe with batches of 8."""
-    (folder / "recipe.toml").write_text(RECIPE)
+    (folder / "recipe.toml").write_text(LLAMA_RECIPE)
     recipe = load_recipe(folder / "recipe.toml", overrides).recipe
     parsed, merged = parse_mesh(mesh), merge_rules(rules)
     shape = batch_shape(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.doc_tables import check_names, code_in, recipe_keys, table_rows
-from trainer.recipe.hints import advice_for, guess_key, option_hint
+from trainer.recipe.hints import advice_for, guess_key, option_hint as hint_of_option
 from trainer.recipe.tables import KEY_SCHEMAS
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "coming-from.md"
@@ -61,4 +61,4 @@ def test_hint_for_a_setting_agrees_with_the_page():
             assert not keys or any(f"`{key}" in advice for key in keys), setting
         elif setting not in KEY_SCHEMAS:
             assert guess_key(setting) in keys, setting
-            assert option_hint(f"--{setting}", ""), setting
+            assert hint_of_option(f"--{setting}", ""), setting

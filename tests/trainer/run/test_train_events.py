@@ -1,4 +1,4 @@
-"""`prep train`: the steps that remain, the best step, other dtypes, exports, samples, pushes to the hub and profiles."""
+"""`prep train`: the steps that remain, the best step, other dtypes, exports, samples, pushes and profiles."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
 # The manifests of complete outputs have the keys that these tests read.

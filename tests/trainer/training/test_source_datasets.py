@@ -16,7 +16,8 @@ from trainer.data.packing import ConcatenatedDataset
 from trainer.nn.model_spec import build_model
 from trainer.recipe import load_recipe
 from trainer.training.datasets import build_datasets
-from trainer.training.source_datasets import Datasets, make_order, tokens_by_source
+from trainer.training.datasets import Datasets
+from trainer.training.source_datasets import make_order, tokens_by_source
 
 RECIPE = """
 [model]
