@@ -29,7 +29,7 @@ MESSAGES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit a rendering to a second. The memory of Python and of some values is enough."""
     monkeypatch.setattr(chat_template, "BASE_CPU_S", 1)
@@ -124,7 +124,6 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_template_is_one_short_error(template: str):
     with pytest.raises(PrepError) as caught:
@@ -133,7 +132,6 @@ def test_hostile_template_is_one_short_error(template: str):
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize(
     ("template", "text"),
     [
@@ -172,7 +170,6 @@ def test_ordinary_template_renders_as_jinja_does(template: str, text: str):
     assert plain.from_string(template).render(messages=MESSAGES) == text
 
 
-@pytest.mark.usefixtures("small_limits")
 def test_limits_grow_with_the_messages():
     content = "long text \n" * 400_000
     template = "{% for m in messages %}{{ m.content|trim|replace('long', 'short')|indent(2) ~ m.role }}{% endfor %}"
@@ -183,18 +180,15 @@ def test_limits_grow_with_the_messages():
     assert render("{% for m in messages %}" + tail + "{% endfor %}", messages).endswith("19999!")
 
 
-@pytest.mark.usefixtures("small_limits")
 def test_equal_messages_have_equal_texts():
     assert len({render("{{ messages|tojson }}{{ namespace(a=1) }}") for _ in range(3)}) == 1
 
 
-@pytest.mark.usefixtures("small_limits")
 def test_each_rendering_has_its_own_limit():
     renderer = ChatRenderer(ChatTemplate("t", "{% for i in range(99999) %}{% endfor %}x", ()))
     assert [renderer.render(Conversation(MESSAGES, "p"))[0] for _ in range(30)] == ["x"] * 30
 
 
-@pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize(
     "name", ["chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"]
 )
@@ -215,7 +209,6 @@ def test_template_is_read_from_regular_files_only(tmp_path: Path, name: str):
         load_chat_template(tmp_path)
 
 
-@pytest.mark.usefixtures("small_limits")
 def test_deep_or_large_settings_of_a_template_are_errors(tmp_path: Path):
     (tmp_path / "chat_template.jinja").write_text("x" * 5_000_000)
     with pytest.raises(PrepError, match="too large"):

@@ -1,12 +1,14 @@
-"""Slices of a leaf: devices read every element once, share the work evenly, and receive their shards."""
+"""Slices of leaves that devices exchange, sums over a tree of devices, and the order of split tokens."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -15,8 +17,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from prepcli.algebra.boxes import Box, intersection, slices, volume
 from prepcli.core.errors import PrepError
+from prepcli.models.mesh import parse_mesh
 from tests.helpers import runs
+from tests.helpers.meshes import error_of
 from trainer.distributed import leaf_slices
+from trainer.distributed.exact_sums import fixed_order_psum, square_sums, sum_in_tree
 from trainer.distributed.leaf_slices import (
     SlicePlan,
     exchange_is_faster,
@@ -25,9 +30,16 @@ from trainer.distributed.leaf_slices import (
     plan_exchange,
     plan_own_reads,
 )
+from trainer.distributed.sharding import ShardingContext, order_tokens, zigzag_order
+
+# Slices of a leaf: devices read every element once, share the work evenly, and receive their shards.
 
 AXES = ("dp", "fsdp", "mp")
+
+
 MESHES = ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4), (4, 1, 2), (1, 3, 2), (2, 1, 3), (1, 1, 1))
+
+
 Case = tuple[tuple[int, ...], NamedSharding, tuple[int, ...]]
 
 
@@ -260,3 +272,99 @@ def test_processes_with_other_leaves_cannot_load_together(monkeypatch: pytest.Mo
     monkeypatch.setattr(leaf_slices.multihost_utils, "process_allgather", gather)
     with pytest.raises(PrepError, match="the processes cannot load together"):
         exchange_is_faster(runs.MemoryReader({}))
+
+
+# Sums in the order of a binary tree, in loops and over devices, against NumPy.
+
+ONE = jnp.int32(1)
+
+
+def random_parts(num_parts: int, *shape: int) -> np.ndarray:
+    """Return float32 arrays whose sum depends on the order of the additions."""
+    random = np.random.default_rng(0)
+    return (
+        random.normal(size=(num_parts, *shape)) * 10 ** random.uniform(-4, 4, (num_parts, *shape))
+    ).astype("f4")
+
+
+def numpy_tree_sum(parts: np.ndarray) -> np.ndarray:
+    """Add neighbors until one part is left."""
+    while len(parts) > 1:
+        parts = parts[::2] + parts[1::2]
+    return parts[0]
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 8, 32])
+def test_sum_in_tree_adds_neighbors_first(num_parts: int):
+    parts = random_parts(num_parts, 64)
+    total = jax.jit(partial(sum_in_tree, lambda part: {"x": part["x"]}))(
+        {"x": jnp.asarray(parts)}, one=ONE
+    )
+    np.testing.assert_array_equal(total["x"], numpy_tree_sum(parts))
+    assert num_parts < 8 or not np.array_equal(total["x"], parts.sum(0)), (
+        "the order does not matter here"
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((8, 6), PartitionSpec()),
+        # The devices do not divide the elements.
+        ((3, 5), PartitionSpec()),
+        ((8, 6), PartitionSpec("fsdp")),
+        ((6, 8), PartitionSpec(None, "dp")),
+        ((16, 3), PartitionSpec(("dp", "fsdp"))),
+        ((16, 3), PartitionSpec(("fsdp", "dp"))),
+        ((4, 6), PartitionSpec("fsdp", "dp")),
+    ],
+)
+def test_sum_over_devices_is_the_tree_sum(shape: tuple[int, ...], spec: PartitionSpec):
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("dp", "fsdp"))
+    parts = random_parts(8, *shape)
+
+    def reduce(part: jax.Array) -> jax.Array:
+        return fixed_order_psum(part[0], spec, dict(mesh.shape))
+
+    rows = PartitionSpec(("dp", "fsdp"))
+    total = jax.jit(
+        jax.shard_map(reduce, mesh=mesh, in_specs=rows, out_specs=spec, check_vma=False)
+    )(parts)
+    np.testing.assert_array_equal(total, numpy_tree_sum(parts))
+
+
+def test_square_sums_equal_numpy():
+    rows = random_parts(3, 50)
+    np.testing.assert_allclose(
+        square_sums(jnp.asarray(rows), one=ONE), np.square(rows).sum(1), rtol=1e-5
+    )
+
+
+# Tests of the order of tokens on a mesh that splits them.
+
+
+def mesh_of(text: str) -> ShardingContext:
+    """Return the context of a mesh without devices."""
+    return ShardingContext(parse_mesh(text))
+
+
+def test_token_order_pairs_blocks_from_both_ends():
+    assert zigzag_order(12, mesh_of("sp:2")).tolist() == [0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("sharding", [ShardingContext(), mesh_of("2,2,2")])
+def test_token_order_without_sp_is_position_order(sharding: ShardingContext):
+    assert zigzag_order(5, sharding).tolist() == [0, 1, 2, 3, 4]
+    assert order_tokens(jnp.arange(5) * 2, sharding).tolist() == [0, 2, 4, 6, 8]
+
+
+def test_order_tokens_reorders_the_first_axis():
+    x = jnp.arange(8).reshape(4, 2)
+    assert order_tokens(x, mesh_of("sp:2")).tolist() == [[0, 1], [6, 7], [2, 3], [4, 5]]
+
+
+def test_token_order_rejects_lengths_that_sp_does_not_divide():
+    error = error_of(zigzag_order, 20, mesh_of("sp:4"))
+    assert error.what == "20 tokens cannot be split over sp 4"
+    assert error.why == "each device holds 2 equal blocks: 20 mod 8 = 4"
+    assert error.hint == "use a multiple of 8 tokens, or a mesh without sp"

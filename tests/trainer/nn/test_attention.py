@@ -1,4 +1,4 @@
-"""Tests of attention against loops over heads and positions in float64."""
+"""Attention: masks, caches, scores of keys, and differential attention."""
 
 from __future__ import annotations
 
@@ -10,12 +10,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import Array
 
-from prepcli.models.architecture import FULL_ATTENTION, ArchConfig
+from prepcli.commands.testing.tiny_model import model_logits, tiny_transformer
+from prepcli.core.errors import PrepError
+from prepcli.models.architecture import FULL_ATTENTION, LAMBDA_VECTORS, ArchConfig
+from prepcli.models.layer_config import RelativePositionBias
+from prepcli.models.registry import FAMILIES
 from prepcli.models.rope_config import Rope
-from trainer.nn.attention import attention
-from trainer.nn.attention_mask import CosSin, causal_mask, rotary_cos_sin
+from tests.helpers.later_configs import LATER_FAMILIES
+from tests.helpers.slow_cases import slow_except
+from trainer.distributed.sharding import ShardingContext
+from trainer.nn.attention import (
+    append_key_scores,
+    attention,
+    initial_lambdas,
+    pair_factors,
+    pair_values,
+    project_kv,
+    subtract_pairs,
+)
+from trainer.nn.attention_mask import (
+    KV,
+    AttentionMask,
+    CosSin,
+    EncoderOutput,
+    ScoreBias,
+    Segments,
+    causal_mask,
+    rotary_cos_sin,
+)
+from trainer.nn.cache import KVCache, empty_kv_cache
 from trainer.nn.context import LayerContext
+
+# Tests of attention against loops over heads and positions in float64.
 
 T, D, HEAD_DIM = 6, 8, 4
 
@@ -135,3 +165,317 @@ def test_attention_with_large_scores_is_finite():
     x = 1e4 * jnp.ones((1, T, D), jnp.float32)
     output = attend(x, random_weights(2, 2, False), 2, scale=1.0)
     assert np.isfinite(output).all()
+
+
+# Tests of masks, KV cache, cross-attention and score bias against attention over whole sequences.
+
+RNG = np.random.default_rng(0)
+
+
+X = RNG.standard_normal((2, T, D)).astype(np.float32)
+
+
+WEIGHTS = random_weights(4, 2, True)
+
+
+def attend_with_mask(
+    x: Array, mask: AttentionMask, encoder_states: Array | KV | None = None
+) -> Array:
+    """Compute attention without a cache."""
+    return attention(x, WEIGHTS, LayerContext(make_arch(), mask), encoder_states=encoder_states)[0]
+
+
+def test_left_padded_row_matches_shorter_sequence():
+    """Row 1 has two padding slots before its first token."""
+    start_slots = np.array([[0], [2]])
+    positions = jnp.arange(T) - start_slots
+    padded = attend_with_mask(
+        jnp.asarray(X), AttentionMask(positions, positions, kv_valid=positions >= 0)
+    )
+    short = attention(
+        jnp.asarray(X[1:, 2:]), WEIGHTS, LayerContext(make_arch(), causal_mask(jnp.arange(T - 2)))
+    )[0]
+    np.testing.assert_allclose(padded[0], attend(X, WEIGHTS, FULL_ATTENTION)[0], atol=1e-5)
+    np.testing.assert_allclose(padded[1, 2:], short[0], atol=1e-5)
+    assert np.isfinite(padded).all(), "a query without visible keys must be finite"
+
+
+def test_cross_attention_ignores_source_padding():
+    states = jnp.asarray(RNG.standard_normal((2, T + 1, D)), jnp.float32)
+    source_mask = jnp.arange(T + 1) < jnp.array([[T + 1], [3]])
+    masked = attend_with_mask(jnp.asarray(X), AttentionMask(kv_valid=source_mask), states)
+    short = attend_with_mask(jnp.asarray(X), AttentionMask(), states[:, :3])
+    np.testing.assert_allclose(masked[1], short[1], atol=1e-5)
+    assert abs(masked[0] - short[0]).max() > 1e-2
+    kv = project_kv(states, WEIGHTS, LayerContext(make_arch(), AttentionMask()))
+    precomputed = attend_with_mask(jnp.asarray(X), AttentionMask(kv_valid=source_mask), kv)
+    np.testing.assert_array_equal(precomputed, masked)
+
+
+def test_encoder_output_for_layer_selects_by_index():
+    stack = KV(
+        *(jnp.arange(3.0)[:, None, None, None, None] * jnp.ones((3, 1, 2, 1, 1)) for _ in range(2))
+    )
+    selected = EncoderOutput(stack, jnp.ones((1, 2), bool)).for_layer(jnp.int32(2))
+    assert isinstance(selected.states, KV)
+    assert selected.states.keys.shape == (1, 2, 1, 1)
+    assert float(selected.states.values.min()) == 2
+
+
+def test_attention_bias_is_added_to_scores():
+    """With a large bias each query attends to a single key."""
+    visible_key = RNG.integers(0, T, (4, T))
+    bias = jnp.where(jnp.arange(T) == visible_key[..., None], 1e4, 0.0)
+    positions, score_bias = (
+        jnp.arange(T),
+        ScoreBias(jnp.zeros((1, 4)), RelativePositionBias(4, 8, True), precomputed=bias),
+    )
+    mask = AttentionMask(
+        q_positions=positions, kv_positions=positions, bias=score_bias, is_causal=False
+    )
+    output = attend_with_mask(jnp.asarray(X), mask)
+    v = np.einsum("bsd,hed->bshe", X, WEIGHTS["v"]["weight"]) + WEIGHTS["v"]["bias"]
+    mixed = np.stack([v[:, visible_key[head], head // 2] for head in range(4)], axis=2)
+    expected = np.einsum("bthe,dhe->btd", mixed, WEIGHTS["o"]["weight"]) + WEIGHTS["o"]["bias"]
+    np.testing.assert_allclose(output, expected, atol=1e-4)
+
+
+def test_materialize_combines_causality_window_and_padding():
+    positions = jnp.arange(3)
+    assert AttentionMask().materialize() is None
+    causal = AttentionMask(positions, positions).materialize()
+    assert causal is not None
+    np.testing.assert_array_equal(causal, np.tri(3, dtype=bool))
+    windowed = AttentionMask(positions, positions, window=1)
+    padded = dataclasses.replace(windowed, kv_valid=jnp.array([[True, False, True]])).materialize()
+    assert padded is not None
+    np.testing.assert_array_equal(
+        padded, [[[True, False, False], [False] * 3, [False, False, True]]]
+    )
+
+
+def test_chunks_hide_keys_of_earlier_chunks():
+    mask = dataclasses.replace(causal_mask(jnp.arange(5)), chunk=2).with_chunk_segments(1)
+    visible = np.asarray(mask.materialize())[0]
+    # Chunks 0 1 | 2 3 | 4.
+    expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
+    np.testing.assert_array_equal(visible, np.array(expected, bool))
+
+
+def test_chunks_of_packed_documents_begin_with_each_document():
+    ids = jnp.array([[1, 1, 1, 2, 2, 2]])
+    segments = Segments(ids, jnp.array([[0, 1, 2, 0, 1, 2]]))
+    mask = dataclasses.replace(causal_mask(jnp.arange(6), segments), chunk=2)
+    visible = np.asarray(mask.with_chunk_segments(1).materialize())[0]
+    document = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 1]], bool)
+    np.testing.assert_array_equal(visible, np.kron(np.eye(2, dtype=bool), document))
+
+
+# Tests of the KV cache: the slots of each layer, and attention with it against attention over whole sequences.
+
+CACHED_X = np.random.default_rng(0).standard_normal((2, T, D)).astype(np.float32)
+
+
+UNSHARDED = ShardingContext()
+
+
+def make_cache(*windows: int, num_slots: int = T) -> KVCache:
+    """Allocate a cache for two rows."""
+    return empty_kv_cache(windows, (2, num_slots, 2, HEAD_DIM), "float32", UNSHARDED)
+
+
+CASES = [(window, length) for window in (FULL_ATTENTION, 1, 2, 3) for length in (1, 2, T - 1)]
+
+
+FAST = [(FULL_ATTENTION, 1), (1, 2), (2, T - 1), (3, 2)]
+
+
+@pytest.mark.parametrize(("window", "prefill_length"), slow_except(CASES, FAST))
+def test_attention_with_cache_matches_whole_sequence(window: int, prefill_length: int):
+    whole = attend(CACHED_X, WEIGHTS, window)
+    cache, outputs = make_cache(window, num_slots=T + 3), []
+
+    @jax.jit
+    def attend_to_cache(x: Array, positions: Array, cache: KVCache) -> tuple[Array, KVCache]:
+        slots = cache.key_slots(window, len(positions))
+        valid = jnp.broadcast_to(slots >= 0, (2, len(slots)))
+        mask = AttentionMask(positions, slots, kv_valid=valid, window=window)
+        output, appended = attention(x, WEIGHTS, LayerContext(make_arch(), mask, kv_cache=cache))
+        assert appended is not None
+        return output, appended
+
+    for start, stop in [(0, prefill_length), *((i, i + 1) for i in range(prefill_length, T))]:
+        output, cache = attend_to_cache(CACHED_X[:, start:stop], np.arange(start, stop), cache)
+        assert (int(cache.length), int(cache.layer)) == (start, 1)
+        cache = cache.advance(stop - start)
+        outputs.append(output)
+    np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), whole, atol=1e-5)
+    assert (int(cache.length), int(cache.layer)) == (T, 0)
+
+
+@settings(max_examples=15)
+@given(num_slots=st.sampled_from((1, 2, 5, 8)), window=st.integers(0, 9), data=st.data())
+def test_key_slots_number_the_appended_tokens(num_slots: int, window: int, data: st.DataObject):
+    """The key of a token is the number of its slot."""
+    prefill_length = data.draw(st.integers(1, num_slots))
+    cache = make_cache(window, num_slots=num_slots)
+    for start, stop in [
+        (0, prefill_length),
+        *((i, i + 1) for i in range(prefill_length, num_slots)),
+    ]:
+        new = np.broadcast_to(
+            np.arange(start, stop, dtype=np.float32)[:, None, None],
+            (2, stop - start, 2, HEAD_DIM),
+        )
+        slots = np.asarray(cache.key_slots(window, stop - start))
+        cache, kv = cache.append(KV(jnp.asarray(new), jnp.asarray(new)), window, UNSHARDED)
+        cache = cache.advance(stop - start)
+        is_filled = (slots >= 0) & (slots < stop)
+        assert (kv.keys[:, is_filled] == slots[is_filled][:, None, None]).all()
+        assert (kv.keys == kv.values).all()
+        first_visible = 0 if window == FULL_ATTENTION else max(0, stop - window)
+        assert {*range(first_visible, stop)} <= {*slots.tolist()}, "a visible key is missing"
+
+
+def test_kv_cache_keeps_layers_apart():
+    """Layers with a window and with full attention alternate."""
+    windows = (2, FULL_ATTENTION, 2, FULL_ATTENTION, 2)
+    cache = make_cache(*windows)
+    for layer, window in enumerate(windows):
+        assert int(cache.layer) == layer
+        new = KV(*(jnp.full((2, 1, 2, HEAD_DIM), layer + offset) for offset in (1.0, 10.0)))
+        cache, layer_kv = cache.append(new, window, UNSHARDED)
+        np.testing.assert_array_equal(layer_kv.keys[:, :1], new.keys)
+        np.testing.assert_array_equal(layer_kv.values[:, :1], new.values)
+        assert not layer_kv.keys[:, 1:].any()
+    ring, full = cache.stacks[2], cache.stacks[FULL_ATTENTION]
+    assert [float(layer.max()) for layer in (*ring.keys, *ring.values)] == [1, 3, 5, 10, 12, 14]
+    assert [float(layer.max()) for layer in (*full.keys, *full.values)] == [2, 4, 11, 13]
+
+
+def test_windowed_layers_allocate_only_their_window():
+    cache = make_cache(4, FULL_ATTENTION, 4, 2000, num_slots=1000)
+    assert cache.stacks.keys() == {4, FULL_ATTENTION, 2000}
+    for window, (layers, slots) in {4: (2, 4), FULL_ATTENTION: (1, 1000), 2000: (1, 1000)}.items():
+        stack = cache.stacks[window]
+        assert stack.keys.shape == stack.values.shape == (layers, 2, slots, 2, HEAD_DIM)
+    nbytes = sum(
+        array.nbytes for stack in cache.stacks.values() for array in (stack.keys, stack.values)
+    )
+    assert nbytes == 2 * 4 * (2 * 2 * HEAD_DIM) * (2 * 4 + 2 * 1000)
+
+
+def test_heads_of_windowed_layers_may_have_another_shape():
+    cache = empty_kv_cache(
+        (4, FULL_ATTENTION), (2, 3, 2, 8), "float32", UNSHARDED, head_shapes={4: (1, 6)}
+    )
+    assert cache.stacks[4].keys.shape == (1, 2, 3, 1, 6)
+    assert cache.stacks[FULL_ATTENTION].keys.shape == (1, 2, 3, 2, 8)
+
+
+def test_cache_without_slots_passes_keys_to_later_layers_only():
+    cache = KVCache({}, jnp.int32(0), num_slots=0)
+    new = KV(*(jnp.full((2, 5, 2, HEAD_DIM), value) for value in (1.0, 2.0)))
+    cache, kv = cache.append(new, 4, UNSHARDED)
+    assert kv is new
+    cache = cache.share(4, kv)
+    assert cache.shared[4] is new
+    assert cache.advance(5).shared == {}
+
+
+# Differential attention, compared with its equations in NumPy.
+
+EPS = 1e-3
+
+
+def normal(*shape: int) -> np.ndarray:
+    """Return random values in float32."""
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+
+
+def test_initial_lambda_grows_from_a_fifth_to_four_fifths():
+    lambdas = initial_lambdas(40)
+    assert lambdas[0] == 0.8 - 0.6
+    assert abs(lambdas[1] - (0.8 - 0.6 * 0.7408182)) < 1e-7
+    assert lambdas == sorted(lambdas)
+    assert abs(lambdas[-1] - 0.8) < 1e-5
+
+
+def test_pair_factors_follow_the_equation():
+    vectors = dict(zip(LAMBDA_VECTORS, normal(4, 6), strict=True))
+    weights = {name: {"weight": jnp.asarray(vector)} for name, vector in vectors.items()}
+    factors = pair_factors(weights, jnp.float32(0.3), jnp.dtype("float32"))
+    first = np.exp(vectors["lambda_q1"] @ vectors["lambda_k1"])
+    second = np.exp(vectors["lambda_q2"] @ vectors["lambda_k2"])
+    np.testing.assert_allclose(factors["lambda"], first - second + 0.3, rtol=1e-5)
+    np.testing.assert_allclose(factors["output"], 0.7, rtol=1e-6)
+
+
+def test_output_factor_is_not_rounded_to_bfloat16():
+    ones = {name: {"weight": jnp.ones(6)} for name in LAMBDA_VECTORS}
+    factors = pair_factors(ones, jnp.float32(0.2), jnp.dtype("bfloat16"))
+    assert factors["lambda"].dtype == jnp.bfloat16
+    # In bfloat16 it is 0.80078125: each layer would scale its output by 0.1 % too much.
+    assert float(factors["output"]) == np.float32(1) - np.float32(0.2)
+    mixed = jnp.asarray(normal(1, 3, 4, 6), jnp.bfloat16)
+    assert subtract_pairs(mixed, factors, EPS).dtype == jnp.bfloat16
+
+
+def test_pair_values_joins_heads_of_both_halves():
+    values = normal(2, 5, 4, 3)
+    paired = pair_values(KV(jnp.zeros((2, 5, 4, 3)), jnp.asarray(values)), ShardingContext())
+    assert paired.values.shape == (2, 5, 4, 6)
+    for head, (first, second) in enumerate([(0, 2), (1, 3), (0, 2), (1, 3)]):
+        np.testing.assert_array_equal(paired.values[:, :, head, :3], values[:, :, first])
+        np.testing.assert_array_equal(paired.values[:, :, head, 3:], values[:, :, second])
+
+
+def test_subtract_pairs_follows_the_equation():
+    mixed = normal(2, 5, 4, 6)
+    factors = {"lambda": jnp.float32(0.4), "output": jnp.float32(0.7)}
+    actual = subtract_pairs(jnp.asarray(mixed), factors, EPS)
+    assert actual.shape == (2, 5, 4, 3)
+    for pair in range(2):
+        difference = mixed[:, :, pair] - 0.4 * mixed[:, :, pair + 2]
+        root = np.sqrt((difference**2).mean(-1, keepdims=True) + EPS)
+        output = np.concatenate([actual[:, :, 2 * pair], actual[:, :, 2 * pair + 1]], axis=-1)
+        np.testing.assert_allclose(output, 0.7 * difference / root, rtol=1e-5, atol=1e-6)
+
+
+# Scores of keys from their values, compared with their equation in NumPy.
+
+DOGE = LATER_FAMILIES["doge"]
+
+
+def test_products_include_the_scores_of_keys():
+    arch_config = FAMILIES["doge"].arch_config(DOGE)
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 3, 9, 8)).astype(np.float32)
+    keys = rng.standard_normal((2, 5, 3, 8)).astype(np.float32)
+    values = rng.standard_normal((2, 5, 3, 8)).astype(np.float32)
+    projection = rng.standard_normal((3, 3, 8)).astype(np.float32)
+    bias = rng.standard_normal(3).astype(np.float32)
+    rate = np.array([0.5, -0.3, 0.0], np.float32)
+    weights = {
+        "score_step": {"weight": jnp.asarray(projection), "bias": jnp.asarray(bias)},
+        "score_rate": {"weight": jnp.asarray(rate)},
+    }
+    kv = KV(jnp.asarray(keys), jnp.asarray(values))
+    context = LayerContext(arch_config, AttentionMask())
+    longer_q, longer_kv = append_key_scores(jnp.asarray(q), kv, weights, context)
+    steps = np.log1p(np.exp(np.einsum("bskv,jkv->bsj", values, projection) + bias))
+    scores = np.exp(rate * steps)
+    for head in range(9):
+        group = head // 3
+        products = np.einsum("bte,bse->bts", q[:, :, head], keys[:, :, group])
+        expected = arch_config.attn_scale * products + scores[:, None, :, group]
+        actual = np.einsum("bte,bse->bts", longer_q[:, :, head], longer_kv.keys[:, :, group])
+        np.testing.assert_allclose(arch_config.attn_scale * actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sequences_longer_than_the_positions_are_refused():
+    tiny = tiny_transformer(DOGE | {"max_position_embeddings": 8})
+    batch = {"tokens": np.zeros((1, 9), np.int32)}
+    with pytest.raises(PrepError) as caught:
+        model_logits(tiny.model, {}, batch)
+    assert caught.value.why == "the model has 8 positions"

@@ -1,31 +1,62 @@
-"""Tests of random masks: their coordinates, their statistics, forgetful causal masking, and the sites of a layer."""
+"""Dropout: random bits, masks, and options that change rounding only."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax.extend.random import threefry_2x32
 
+from prepcli.commands.testing.tiny_model import (
+    random_batch,
+    random_tensors,
+    relative_error,
+    tiny_transformer,
+)
 from prepcli.models.dropout_config import DropoutConfig
+from prepcli.models.param_tree import Tree
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_configs import GOLDEN
+from trainer.nn import transformer
+from trainer.nn.attention import attention
+from trainer.nn.attention_mask import causal_mask, rotary_cos_sin
+from trainer.nn.block import BLOCKS
+from trainer.nn.context import LayerContext
 from trainer.nn.dropout import (
     Dropout,
     DropoutSite,
     LayerDropout,
     RandomKey,
     Stack,
+    derive_key,
     drop,
+    random_bits,
     step_dropout,
     uint32,
 )
+from trainer.nn.layer_stack import layer_weights
+from trainer.nn.mlp import mlp_hidden
+from trainer.nn.model_spec import AttentionOptions, ForwardConfig
+from trainer.nn.projections import BlockWeights, linear, norm
+
+# Tests of random masks: their coordinates, their statistics, forgetful causal masking, and the sites of a layer.
 
 SIGMAS = 5.0
+
+
 ROWS, LENGTH, WIDTH = 4, 64, 32
+
+
 RATE = 0.25
+
+
 CONFIG = DropoutConfig(RATE, RATE, RATE)
 
 
@@ -88,7 +119,11 @@ def embedding_mask(**options: Any) -> Any:
 
 
 default_residual_mask = cache(residual_mask)
+
+
 default_attention_mask = cache(attention_mask)
+
+
 OTHER_MASKS = {
     "seed": lambda: residual_mask(seed=4),
     "step": lambda: residual_mask(step=6),
@@ -260,3 +295,246 @@ def test_forgetful_masking_follows_positions():
     np.testing.assert_array_equal(dropout.remembered_keys(jnp.asarray(order)), whole[:, order])
     positions = jnp.asarray(np.stack([order] * ROWS))
     np.testing.assert_array_equal(dropout.remembered_keys(positions), whole[:, order])
+
+
+# Tests of dropout in whole models: each site of a layer, and equal masks for all options of a forward pass.
+
+OPTION_ROWS, OPTION_LENGTH, OPTION_WIDTH = 2, 6, 24
+
+
+OPTION_CONFIG = DropoutConfig(0.2, 0.3, 0.25, (0.1, 0.4))
+
+
+def option_make_dropout(rows: int, config: DropoutConfig = OPTION_CONFIG) -> Dropout:
+    return step_dropout(
+        config, seed=1, step=jnp.int32(2), row_ids=jnp.arange(rows, dtype=jnp.uint32)
+    )
+
+
+@cache
+def first_layer_keys() -> RandomKey:
+    """Return the keys of the rows in the first layer."""
+    keys = option_make_dropout(OPTION_ROWS).layer_keys(1)
+    assert keys is not None
+    return RandomKey(*(words[0] for words in keys))
+
+
+def block_by_formula(x: Array, weights: Mapping[str, Any], context: LayerContext) -> Array:
+    """Compute a layer with a dropout of each output before its residual addition."""
+    arch_config, masks = context.arch_config, context.dropout
+    assert masks is not None
+
+    def normed(name: str, x: Array) -> Array:
+        return norm(x, weights[name], arch_config)
+
+    def attend(x: Array) -> Array:
+        return attention(x, weights["attn"], context)[0]
+
+    def feed_forward(x: Array) -> Array:
+        return linear(mlp_hidden(x, weights["mlp"], arch_config), weights["mlp"]["down"])
+
+    def drop(x: Array, site: DropoutSite) -> Array:
+        return masks.drop_residual(x, site)
+
+    attended, fed = DropoutSite.ATTENTION_RESIDUAL, DropoutSite.MLP_RESIDUAL
+    match arch_config.block_type:
+        case "pre":
+            x = x + drop(attend(normed("attn_norm", x)), attended)
+            return x + drop(feed_forward(normed("mlp_norm", x)), fed)
+        case "post":
+            x = normed("attn_norm", x + drop(attend(x), attended))
+            return normed("mlp_norm", x + drop(feed_forward(x), fed))
+        case "output_norm":
+            x = x + drop(normed("attn_post_norm", attend(x)), attended)
+            return x + drop(normed("mlp_post_norm", feed_forward(x)), fed)
+        case "sandwich":
+            x = x + drop(normed("attn_post_norm", attend(normed("attn_norm", x))), attended)
+            return x + drop(normed("mlp_post_norm", feed_forward(normed("mlp_norm", x))), fed)
+        case _:
+            mlp_norm = "mlp_norm" if arch_config.block_type == "parallel" else "attn_norm"
+            output = drop(feed_forward(normed(mlp_norm, x)), fed)
+            return x + drop(attend(normed("attn_norm", x)), attended) + output
+
+
+@pytest.mark.parametrize("family", ["mistral", "opt-350m", "gemma2", "gpt_neox", "gptj", "exaone4"])
+def test_block_drops_outputs_before_residual_additions(family: str):
+    tiny, tensors = tiny_transformer(GOLDEN[family]), random_tensors(GOLDEN[family])
+    model, arch_config = tiny.model, tiny.model.arch_config
+    params = tiny.params_from_tensors(tensors)
+    keys = first_layer_keys()
+    block = BLOCKS[arch_config.block_type]
+    x = np.random.default_rng(0).standard_normal(
+        (OPTION_ROWS, OPTION_LENGTH, OPTION_WIDTH), np.float32
+    )
+
+    @jax.jit
+    def outputs(x: Array, params: Tree) -> tuple[Array, Array, Array]:
+        layers = layer_weights(params, "", arch_config, model, ForwardConfig(scan_layers=False))
+        assert isinstance(layers, list)
+        layer = cast(BlockWeights, layers[0])
+        masks = LayerDropout(OPTION_CONFIG, keys, jnp.arange(OPTION_LENGTH))
+        cos_sin = (
+            rotary_cos_sin(arch_config.rope, jnp.arange(OPTION_LENGTH))
+            if arch_config.rope
+            else None
+        )
+        mask = dataclasses.replace(causal_mask(jnp.arange(OPTION_LENGTH)), cos_sin=cos_sin)
+        context = LayerContext(arch_config, mask, dropout=masks, ffn_chunk_size=4)
+        output = block(x, layer, context)[0]
+        without = block(x, layer, dataclasses.replace(context, dropout=None))[0]
+        return output, block_by_formula(x, layer, context), without
+
+    output, expected, without = outputs(jnp.asarray(x), params)
+    np.testing.assert_allclose(output, expected, atol=2e-5)
+    assert relative_error(np.asarray(without), np.asarray(output)) > 0.05
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all chunked": {
+        "attention_options": AttentionOptions("blockwise", 16, 7),
+        "ffn_chunk_size": 16,
+        "head_chunk_size": 8,
+        "remat_policy": "nothing_saveable",
+        "scan_layers": False,
+    },
+    "scanned tiles": {
+        "attention_options": AttentionOptions("blockwise", 7, 64),
+        "ffn_chunk_size": 9,
+    },
+    "saved dots": {"remat_policy": "dots_with_no_batch_dims_saveable"},
+    "saved": {"remat_policy": "everything_saveable", "scan_layers": False},
+}
+
+
+# An encoder and a decoder of one layer each compile in half of the time.
+CONFIGS = GOLDEN | {"t5-short": GOLDEN["t5"] | {"num_layers": 1, "num_decoder_layers": 1}}
+
+
+FAMILIES = ("llama-biases", "t5", "t5-short", "gpt_neo", "gemma2", "mixtral", "opt-350m")
+
+
+# The layers of the second case are not scanned.
+FAST_CASES = [("t5-short", "scanned tiles"), ("t5-short", "saved")]
+
+
+@cache
+def results(name: str, options: str) -> tuple[float, dict[str, Any]]:
+    """Return the mean loss with dropout and forgetful causal masking, and the gradient of each tensor."""
+    config = CONFIGS[name]
+    tiny, forward_config = tiny_transformer(config), ForwardConfig(**OPTIONS.get(options, {}))
+    arrays = random_batch(
+        int(config["vocab_size"]), 3, 40, 1, tiny.model.arch_config.encoder is not None
+    )
+    batch = {name: jnp.asarray(array) for name, array in arrays.items()}
+
+    def mean_loss(params: Any, dropout_rows: Array) -> Array:
+        dropout = step_dropout(OPTION_CONFIG, seed=1, step=jnp.int32(2), row_ids=dropout_rows)
+        sums = transformer.loss_sums(params, batch, tiny.model, forward_config, dropout=dropout)
+        return sums.loss / sums.weight
+
+    params = tiny.params_from_tensors(random_tensors(config))
+    loss, gradients = jax.jit(jax.value_and_grad(mean_loss))(
+        params, jnp.arange(3, dtype=jnp.uint32)
+    )
+    return float(loss), tiny.tensors_from_params(jax.device_get(gradients))
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    slow_except([(family, name) for family in FAMILIES for name in OPTIONS], FAST_CASES),
+)
+def test_options_change_dropout_by_rounding_only(family: str, options: str):
+    loss, gradients = results(family, options)
+    expected_loss, expected = results(family, "")
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    errors = {
+        name: relative_error(gradients[name], gradient) for name, gradient in expected.items()
+    }
+    assert errors == pytest.approx(dict.fromkeys(expected, 0), abs=1e-5)
+
+
+# Tests of random keys and bits: known answers, and statistics of streams.
+
+NUM_STREAMS, BITS_LENGTH = 256, 4096
+
+
+def make_key(first: int, second: int) -> RandomKey:
+    return RandomKey(uint32(first), uint32(second))
+
+
+# Known answers from kat_vectors of Random123.
+@pytest.mark.parametrize(
+    ("key", "counter", "expected"),
+    [
+        ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+        ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
+        ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
+    ],
+)
+def test_derived_keys_are_known_answers_of_threefry(
+    key: tuple[int, int], counter: tuple[int, int], expected: tuple[int, int]
+):
+    assert tuple(map(int, derive_key(make_key(*key), *counter))) == expected
+
+
+def test_derived_keys_equal_jax():
+    key, numbers = make_key(5, 7), jnp.arange(100)
+    derived = derive_key(key, numbers, numbers * 3)
+    expected = threefry_2x32(tuple(key), jnp.concatenate([numbers, numbers * 3]).astype(jnp.uint32))
+    np.testing.assert_array_equal(jnp.concatenate(derived), expected)
+
+
+def test_bits_are_the_documented_hash():
+    first, second, index = 0x12345678, 0x9ABCDEF0, 77
+    x = index ^ first
+    x = ((x ^ x >> 16) * 0x21F0AAAD + second) % 2**32
+    x = (x ^ x >> 15) * 0xD35A2D97 % 2**32
+    assert int(random_bits(make_key(first, second), uint32(index))) == x ^ x >> 15
+
+
+def test_negative_integers_count_modulo_two_to_the_32():
+    key = make_key(1, 2)
+    np.testing.assert_array_equal(derive_key(key, jnp.int32(-1)), derive_key(key, 2**32 - 1))
+
+
+@pytest.fixture(scope="module")
+def streams() -> np.ndarray:
+    """Return consecutive bits of streams with consecutive numbers, uint32 [NUM_STREAMS, LENGTH]."""
+    keys = derive_key(make_key(0, 0), jnp.arange(NUM_STREAMS)[:, None])
+    return np.asarray(random_bits(keys, jnp.arange(BITS_LENGTH)))
+
+
+@pytest.mark.parametrize("shift", [0, 8, 16, 24])
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_bytes_are_uniform(streams: np.ndarray, shift: int, axis: int | None):
+    """Chi-square of the 256 values of a byte: over all numbers, over streams of an index, and over each stream."""
+    values = (
+        (streams >> shift & 0xFF).reshape(1, -1)
+        if axis is None
+        else np.moveaxis(streams >> shift & 0xFF, axis, 1)
+    )
+    counts = np.stack([np.bincount(row, minlength=256) for row in values[:256]])
+    expected = values.shape[1] / 256
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    degrees = 255 * len(counts)
+    assert abs(chi_square - degrees) < SIGMAS * np.sqrt(2 * degrees)
+
+
+@pytest.mark.parametrize(
+    "lag", [(0, 1), (0, 2), (0, 16), (0, 1024), (1, 0), (2, 0), (16, 0), (1, 1)]
+)
+def test_neighbours_are_not_correlated(streams: np.ndarray, lag: tuple[int, int]):
+    uniform = streams / 2.0**32 - 0.5
+    rows, columns = NUM_STREAMS - lag[0], BITS_LENGTH - lag[1]
+    products = uniform[:rows, :columns] * uniform[lag[0] :, lag[1] :]
+    # The variance of each factor is 1 / 12.
+    assert abs(products.mean()) < SIGMAS / 12 / np.sqrt(products.size)
+
+
+def test_each_bit_of_an_index_changes_half_of_the_bits():
+    key, index = derive_key(make_key(3, 0), 0), jnp.arange(1 << 14)
+    base = np.asarray(random_bits(key, index))
+    for bit in range(20):
+        changed = np.asarray(random_bits(key, index ^ (1 << bit)))
+        flips = np.unpackbits((base ^ changed).view(np.uint8)).reshape(-1, 32).mean(0)
+        assert np.abs(flips - 0.5).max() < 0.03, bit

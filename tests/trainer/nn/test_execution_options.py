@@ -1,14 +1,24 @@
-"""Tests that the options of a forward pass change losses and gradients by rounding only."""
+"""Options of the computation that change rounding only: kernels, chunks, remat, and calls."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import sys
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import Array
+from jax.ad_checkpoint import print_saved_residuals
 
 from prepcli.commands.testing.tiny_model import (
+    UNSCANNED,
+    TinyTransformer,
     loss_and_gradients,
     random_batch,
     random_tensors,
@@ -16,15 +26,28 @@ from prepcli.commands.testing.tiny_model import (
     tiny_transformer,
 )
 from prepcli.core.errors import PrepError
-from prepcli.models.activation_memory import ACTIVATION_NAMES
+from prepcli.models.activation_memory import ACTIVATION_NAMES, RematPolicy
 from prepcli.models.attention_kernels import AUTO, KERNEL_NAMES
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree
+from tests.helpers.jaxprs import walk_equations
+from tests.helpers.later_configs import GEMMA4
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_configs import GOLDEN
+from tests.helpers.tiny_configs import GOLDEN, LLAMA
+from trainer.distributed.sharding import make_sharding_context, order_tokens
+from trainer.nn import attention, mlp, transformer
+from trainer.nn.embedding import layer_inputs
 from trainer.nn.kernels import KERNELS
 from trainer.nn.model_spec import AttentionOptions, ForwardConfig
+from trainer.nn.projections import linear
+from trainer.nn.token_chunks import over_token_chunks
 from trainer.recipe.tables import Model as RecipeModel
 
+# Tests that the options of a forward pass change losses and gradients by rounding only.
+
 LENGTH = 40
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "small tiles": {"attention_options": AttentionOptions("blockwise", 8, 16)},
     "uneven tiles": {
@@ -46,12 +69,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "offload": "residuals",
     },
 }
+
+
 FAMILY_CASES = [
     *(("llama-biases", name) for name in OPTIONS),
     *((family, "all chunked") for family in ("gpt_neo", "gemma2", "mixtral", "t5")),
     *((family, "named activations") for family in ("gemma2", "t5")),
     ("mixtral", "MLP chunks"),
 ]
+
+
 FAST_CASES = [
     *(("llama-biases", name) for name in ("uneven tiles", "offload")),
     ("mixtral", "MLP chunks"),
@@ -102,3 +129,365 @@ def test_unknown_kernel_is_a_usage_error():
 def test_policies_that_save_scores_exclude_blockwise_attention(policy: str):
     with pytest.raises(PrepError, match="the policy saves the scores of all tiles"):
         ForwardConfig(remat_policy=policy, attention_options=AttentionOptions("blockwise"))
+
+
+# Tests of the arrays that rematerialization policies save; numeric results are in test_execution_options.
+
+TILES = AttentionOptions("blockwise", 4, 4)
+
+
+ATTENTION = ("q", "k", "v", "attention_output")
+
+
+SHAPE = (2, 8)
+
+
+def loss_of(tiny: TinyTransformer, forward_config: ForwardConfig) -> tuple[Any, tuple[Tree, Tree]]:
+    """Return the loss as a function of its parameters, with the shapes of its arguments."""
+    params = unflatten_tree(
+        {
+            path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
+            for path, leaf in tiny.model.leaves.items()
+        }
+    )
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    batch: Tree = {name: jax.ShapeDtypeStruct(SHAPE, dtype) for name, dtype in dtypes.items()}
+
+    def loss(params: Tree, batch: dict[str, jax.Array]) -> jax.Array:
+        return transformer.loss_sums(params, batch, tiny.model, forward_config).loss
+
+    return loss, (params, batch)
+
+
+def gradient_equations(**options: Any) -> list[Any]:
+    """Return the equations of the traced gradient of a LLaMA's loss."""
+    loss, arguments = loss_of(tiny_transformer(LLAMA), ForwardConfig(**options))
+    return list(walk_equations(jax.make_jaxpr(jax.grad(loss))(*arguments).jaxpr))
+
+
+def num_saved_activations(
+    policy: RematPolicy, kernel: str, capsys: pytest.CaptureFixture[str]
+) -> int:
+    """Return the number of activations [B, T, ...] that the gradient of a LLaMA's loss saves."""
+    options = AttentionOptions(kernel, 4, 4)
+    forward_config = ForwardConfig(
+        remat_policy=policy, scan_layers=False, attention_options=options
+    )
+    loss, arguments = loss_of(tiny_transformer(LLAMA), forward_config)
+    print_saved_residuals(loss, *arguments)
+    rows, length = SHAPE
+    return len(re.findall(rf"^f32\[{rows},{length},", capsys.readouterr().out, re.MULTILINE))
+
+
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_named_activations_are_saved(kernel: str, capsys: pytest.CaptureFixture[str]):
+    """`mlp_output` is not saved: the backward pass of a layer without output norms does not read it."""
+    arrays_per_layer = dict.fromkeys(ACTIVATION_NAMES, 1) | {"mlp_hidden": 2, "mlp_output": 0}
+    # Blockwise attention saves the normalizers too.
+    arrays_per_layer["attention_output"] = 2 if kernel == "blockwise" else 1
+    num_without = num_saved_activations("nothing_saveable", kernel, capsys)
+    for name, num_arrays in arrays_per_layer.items():
+        num_saved = num_saved_activations((name,), kernel, capsys) - num_without
+        assert num_saved == num_arrays * LLAMA["num_hidden_layers"], name
+
+
+def test_saved_attention_is_not_computed_again():
+    """Each pass over the tiles has one `lax.cond`, which skips tiles without visible keys."""
+    options: dict[str, Any] = {"scan_layers": False, "attention_options": TILES}
+    none, nothing, attention = (
+        sum(
+            equation.primitive.name == "cond"
+            for equation in gradient_equations(remat_policy=policy, **options)
+        )
+        for policy in ("none", "nothing_saveable", ATTENTION)
+    )
+    assert attention == none
+    assert nothing == none + LLAMA["num_hidden_layers"]
+
+
+def test_saved_ring_attention_is_not_communicated_again():
+    sharding = make_sharding_context(parse_mesh("dp:2,sp:4"))
+    options: dict[str, Any] = {
+        "scan_layers": False,
+        "attention_options": TILES,
+        "sharding": sharding,
+    }
+    none, nothing, attention = (
+        sum(
+            equation.primitive.name == "ppermute"
+            for equation in gradient_equations(remat_policy=policy, **options)
+        )
+        for policy in ("none", "nothing_saveable", ATTENTION)
+    )
+    assert attention == none < nothing
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_offload_moves_the_inputs_of_layers_to_host_memory(scan_layers: bool):
+    options: dict[str, Any] = {
+        "remat_policy": ATTENTION,
+        "scan_layers": scan_layers,
+        "attention_options": TILES,
+    }
+    assert host_moves(**options) == 0
+    assert host_moves(offload="residuals", **options) == (
+        1 if scan_layers else LLAMA["num_hidden_layers"]
+    )
+
+
+def host_moves(**options: Any) -> int:
+    """Return the number of moves to host memory in the gradient of a LLaMA's loss."""
+    moves = [
+        equation
+        for equation in gradient_equations(**options)
+        if equation.primitive.name == "device_put"
+    ]
+    return sum("host" in str(move.params["devices"]).lower() for move in moves)
+
+
+# Hidden states after each layer: those of the whole model at the end, and those of transformers in between.
+
+TOKENS = np.random.default_rng(0).integers(0, 29, (1, 11))
+
+
+# One family per kind of layers: learned positions, windows, experts, dense layers before experts, a width of its own
+# for the embedding.
+FAMILIES = ["llama", "gpt_neo", "gemma2", "qwen3_moe", "deepseek_v3", "opt-350m"]
+
+
+def states_of(config: dict[str, Any], scan: bool, axis: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return the states by layer, and the input of the LM head that the compiled model computes."""
+    tiny = tiny_transformer(config, scan, axis)
+    params = tiny.params_from_tensors(random_tensors(config))
+    options = ForwardConfig(scan_layers=scan)
+    tokens = jnp.asarray(TOKENS, jnp.int32)
+
+    # `prep verify --logits` computes the layers without jit. Here it would compile each operation by itself.
+    @jax.jit
+    def compute_states(params: Tree) -> tuple[list[Array], Array]:
+        states = [*transformer.hidden_states_by_layer(params, tokens, tiny.model, options)]
+        states[-1] = transformer.lm_head_input(params, states[-1], tiny.model, options)
+        return states, transformer.hidden_states(params, tokens, tiny.model, options)
+
+    states, expected = compute_states(params)
+    return [np.asarray(state) for state in states], np.asarray(expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_last_hidden_states_are_those_of_the_model(family: str):
+    states, expected = states_of(GOLDEN[family], scan=True, axis=0)
+    assert relative_error(states[-1], expected) < 1e-5
+
+
+@pytest.mark.parametrize(("scan", "axis"), [(False, 0), (True, 1)])
+def test_hidden_states_do_not_depend_on_how_layers_are_stored(scan: bool, axis: int):
+    states, _ = states_of(LLAMA, scan=True, axis=0)
+    others, _ = states_of(LLAMA, scan, axis)
+    assert len(states) == LLAMA["num_hidden_layers"] + 1
+    for state, other in zip(states, others, strict=True):
+        assert relative_error(other, state) < 1e-6
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neo", "gemma2", "deepseek_v3"])
+def test_hidden_states_match_transformers(family: str):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from prepcli.commands.testing.tiny_model import torch_model
+
+    config = GOLDEN[family]
+    model = torch_model(config, random_tensors(config))
+    with torch.no_grad():
+        output = model(torch.tensor(TOKENS), use_cache=False, output_hidden_states=True)
+    states, _ = states_of(config, scan=True, axis=0)
+    for state, expected in zip(states, output.hidden_states, strict=True):
+        assert relative_error(state, expected.numpy()) < 2e-5
+
+
+# Inputs of layers from their tokens, and keys of earlier layers, against NumPy and on meshes.
+
+LAYERS, ROWS, WIDTH, MODEL_WIDTH = 4, 31, 6, 24
+
+
+EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 30}
+
+
+def test_layer_inputs_equal_numpy():
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((LAYERS, ROWS, WIDTH))
+    projection = rng.standard_normal((LAYERS, WIDTH, MODEL_WIDTH))
+    scale = rng.standard_normal(WIDTH)
+    x = rng.standard_normal((1, 3, MODEL_WIDTH))
+    params: Tree = {
+        "embed": {"layer_tokens": jnp.asarray(table, jnp.float32)},
+        "layer_inputs": {
+            "projection": {"weight": jnp.asarray(projection, jnp.float32)},
+            "norm": {"scale": jnp.asarray(scale, jnp.float32)},
+        },
+    }
+    # The last token has no row in the table.
+    tokens = jnp.asarray([[3, 30, 31]])
+    model = tiny_transformer(GEMMA4).model
+    inputs = layer_inputs(params, tokens, jnp.asarray(x, jnp.float32), model, ForwardConfig())
+    projected = np.einsum("btd,lpd->lbtp", x, projection) / np.sqrt(MODEL_WIDTH)
+    mean_square = (projected**2).mean(-1, keepdims=True) + model.arch_config.norm_eps
+    embedded = table[:, [[3, 30, 0]]] * np.sqrt(WIDTH)
+    expected = (projected / np.sqrt(mean_square) * scale + embedded) / np.sqrt(2)
+    assert inputs is not None
+    np.testing.assert_allclose(np.asarray(inputs), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_loss_and_gradients_do_not_depend_on_the_mesh():
+    tiny = tiny_transformer(GEMMA4 | EVEN)
+    params = tiny.params_from_tensors(random_tensors(GEMMA4 | EVEN))
+    batch = {name: jnp.asarray(column) for name, column in random_batch(30, 2, 16, 1).items()}
+
+    def loss_and_gradients(forward_config: ForwardConfig) -> tuple[jax.Array, Tree]:
+        columns = {
+            name: order_tokens(column.T, forward_config.sharding).T
+            for name, column in batch.items()
+        }
+
+        def loss(params: Tree) -> jax.Array:
+            return transformer.loss_sums(params, columns, tiny.model, forward_config).loss
+
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    expected_loss, expected = loss_and_gradients(UNSCANNED)
+    sharded = dataclasses.replace(
+        UNSCANNED,
+        sharding=make_sharding_context(parse_mesh("dp:2,mp:2,sp:2")),
+        attention_options=AttentionOptions("blockwise"),
+        ffn_chunk_size=4,
+        remat_policy="nothing_saveable",
+    )
+    loss, gradients = loss_and_gradients(sharded)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
+    expected_leaves = flatten_tree(expected)
+    for path, gradient in flatten_tree(gradients).items():
+        if expected_leaves[path].any():
+            error = relative_error(np.asarray(gradient), np.asarray(expected_leaves[path]))
+            assert error < 1e-5, path
+
+
+# Tests of the number of calls between the model's functions and the products of its layers.
+
+
+def calls_to_products(
+    config: dict[str, Any], forward_config: ForwardConfig, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, list[str]]:
+    """Trace a model's logits; return the project's calls from `compute_logits` to `linear`.
+
+    The key is the module that calls `linear`.
+    """
+    calls_by_module: dict[str, list[str]] = {}
+
+    def record_calls(x: Array, weights: Mapping[str, Array], **options: Any) -> Array:
+        names = ["linear"]
+        modules: list[str] = []
+        frame = sys._getframe(1)
+        while frame.f_code.co_name != "compute_logits":
+            module = frame.f_globals["__name__"]
+            if module.startswith("trainer."):
+                names.append(frame.f_code.co_name)
+                modules.append(module)
+            assert frame.f_back is not None
+            frame = frame.f_back
+        calls_by_module.setdefault(modules[0], names[::-1])
+        return linear(x, weights, **options)
+
+    for module in (attention, mlp):
+        monkeypatch.setattr(module, "linear", record_calls)
+    model = tiny_transformer(config).model
+    params = unflatten_tree(
+        {path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for path, leaf in model.leaves.items()}
+    )
+    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    jax.eval_shape(
+        lambda params, tokens: transformer.compute_logits(params, tokens, model, forward_config),
+        params,
+        tokens,
+    )
+    return calls_by_module
+
+
+@pytest.mark.parametrize(("is_scanned", "num_more"), [(False, 0), (True, 2)])
+def test_products_of_a_layer_are_few_calls_deep(
+    is_scanned: bool, num_more: int, monkeypatch: pytest.MonkeyPatch
+):
+    """A scan over layers adds its caller and its body. JAX's own calls are not counted."""
+    options = ForwardConfig(scan_layers=is_scanned)
+    calls = calls_to_products(LLAMA, options, monkeypatch)
+    assert calls.keys() == {"trainer.nn.attention", "trainer.nn.mlp"}
+    assert max(map(len, calls.values())) <= 7 + num_more, calls
+
+
+# Tests of functions of tokens that are applied chunk by chunk.
+
+RNG = np.random.default_rng(0)
+
+
+X = RNG.standard_normal((2, 13, 6), np.float32)
+
+
+WEIGHTS = {
+    name: RNG.standard_normal(shape, np.float32)
+    for name, shape in {"up": (6, 9), "down": (9, 4)}.items()
+}
+
+
+def feed_forward(x: Array, weights: Mapping[str, Array], constants: None = None) -> Array:
+    """Compute two layers [B, C, 6] -> [B, C, 4]."""
+    return jax.nn.silu(x @ weights["up"]) @ weights["down"]
+
+
+@pytest.mark.parametrize("chunk_size", [-1, 1, 4, 13, 100])
+def test_chunks_change_neither_output_nor_gradients(chunk_size: int):
+    def loss(x: Array, weights: Mapping[str, Array]) -> tuple[Array, Array]:
+        output = over_token_chunks(feed_forward, x.shape[1], chunk_size)(x, weights, None)
+        return jnp.square(output).sum(), output
+
+    def whole_loss(x: Array, weights: Mapping[str, Array]) -> tuple[Array, Array]:
+        output = feed_forward(x, weights)
+        return jnp.square(output).sum(), output
+
+    @jax.jit
+    def differentiate(x: Array, weights: Mapping[str, Array]) -> Any:
+        return [jax.grad(f, argnums=(0, 1), has_aux=True)(x, weights) for f in (loss, whole_loss)]
+
+    (gradients, output), (expected, expected_output) = differentiate(X, WEIGHTS)
+    np.testing.assert_allclose(output, expected_output, rtol=1e-5, atol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradients, expected
+    )
+
+
+def test_chunks_have_tokens_of_every_shard():
+    """With 6 tokens in 2 shards, one chunk has tokens 0, 1, 3, 4, and the other one tokens 2 and 5 with padding."""
+    x = jnp.arange(1.0, 7).reshape(1, 6, 1)
+
+    def add_sum_of_chunk(chunk: Array, weights: None, constants: None) -> Array:
+        return chunk + 100 * chunk.sum(1, keepdims=True)
+
+    output = over_token_chunks(add_sum_of_chunk, 6, 2, num_shards=2)(x, None, None)
+    assert output[0, :, 0].tolist() == [1201, 1202, 903, 1204, 1205, 906]
+
+
+def test_gradients_of_bfloat16_weights_are_summed_in_float32():
+    """The gradient is a sum of 4,096 equal terms. In bfloat16 the sum would stop growing at 256 of them."""
+    x, weight = jnp.ones((1, 4096, 1), jnp.bfloat16), jnp.ones((1, 1), jnp.bfloat16)
+
+    def loss(weight: Array) -> Array:
+        multiply = over_token_chunks(lambda chunk, w, _: chunk @ w, 4096, 1)
+        return multiply(x, weight, None).astype(jnp.float32).sum()
+
+    assert float(jax.grad(loss)(weight)[0, 0]) == 4096
+
+
+def test_one_chunk_saves_only_products_with_weights():
+    def pull_back(x: Array, weights: Mapping[str, Array]) -> Any:
+        run = over_token_chunks(feed_forward, x.shape[1], -1)
+        return jax.vjp(lambda x, weights: run(x, weights, None), x, weights)[1]
+
+    residuals = jax.tree.leaves(jax.eval_shape(pull_back, X, WEIGHTS))
+    assert sorted(array.shape for array in residuals if array.ndim == 3) == [X.shape, (2, 13, 9)]

@@ -1,36 +1,68 @@
-"""Tests of logits, losses and gradients against golden files with the results of transformers."""
+"""Logits, gradients and rotary embeddings of every family against transformers."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from prepcli.commands.testing.checks import FamilyUnderTest, check_gradients, check_logits
 from prepcli.commands.testing.tiny_model import (
     loss_and_gradients,
     model_logits,
+    random_batch,
     random_tensors,
     relative_error,
     tiny_transformer,
+    torch_logits,
+    torch_model,
     with_padded_vocab,
 )
-from prepcli.models.parameters import read_size
-from prepcli.models.registry import FAMILIES
+from prepcli.core.json_values import JsonObject
+from prepcli.models.parameters import HFConfig, read_size
+from prepcli.models.registry import FAMILIES, family_of
 from tests.golden import make_decoders
 from tests.golden.make_decoders import LENGTHS, Golden, load
+from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_configs import DENSE_FAMILIES, FIRST_FAMILIES, GOLDEN, NEWER_FAMILIES
+from tests.helpers.tiny_configs import (
+    DENSE_FAMILIES,
+    FIRST_FAMILIES,
+    GOLDEN,
+    GPT_NEOX,
+    GPTJ,
+    LIVE,
+    LLAMA,
+    LONG_ROPE,
+    NEWER_FAMILIES,
+    PHI3,
+    T5,
+)
 from trainer.nn.model_spec import ForwardConfig
+from trainer.recipe.rope_overrides import RopeOverrides, override_rope
+
+# Tests of logits, losses and gradients against golden files with the results of transformers.
 
 LOGITS_ATOL = 2e-5
+
+
 GRADIENTS_RTOL = 1e-5
+
+
 WITHOUT_ROPE_VARIANTS = [
     name for name in GOLDEN if not name.startswith("llama-") or name == "llama-biases"
 ]
+
+
 PADDED = [*((name, 3) for name in WITHOUT_ROPE_VARIANTS), ("gpt_neo", 0), ("llama-yarn", 0)]
+
+
 # Name of the model, whether layers are stacked, on which axis, whether they are scanned, remat
 # policy.
 VARIANTS = [
@@ -52,6 +84,8 @@ VARIANTS = [
     ("lfm2", True, 1, True, "nothing_saveable"),
     ("qwen3_5_text", False, 0, False, "dots_saveable"),
 ]
+
+
 # Logits are compared for all models. One model stands for each kind of layer:
 FAST_GRADIENTS = (
     # layers that are not scanned, parallel attention and MLP, norms around each part
@@ -61,12 +95,19 @@ FAST_GRADIENTS = (
     # short convolutions, linear attention, state spaces
     *(("lfm2", 3), ("qwen3_5_text", 3), ("mamba2", 3)),
 )
+
+
 # Without a rotary embedding the softmax cancels the bias of keys.
 CANCELLED = ("self_attn.k_proj.bias",)
+
+
 WITHOUT_ROTATION = ("opt", "opt-350m", "biogpt", "xglm")
+
 
 # Their rotary frequencies depend on the number of tokens, so that padding changes logits.
 WITH_LENGTH_DEPENDENT_ROPE = ("llama-dynamic", "phi3-longrope")
+
+
 # Corrections of a router's scores, and factors of the outputs of layers, have no gradient.
 UNTRAINED_TENSORS = (
     "e_score_correction_bias",
@@ -75,6 +116,7 @@ UNTRAINED_TENSORS = (
     "act_fn.beta",
     "act_fn.eps",
 )
+
 
 load_cached = cache(load)
 
@@ -222,3 +264,185 @@ def test_bfloat16_results_are_close_to_float32(name: str):
     gradients = tiny.tensors_from_params(gradient_tree)
     assert {gradient.dtype for gradient in gradients.values()} == {np.dtype(np.float32)}
     assert 1e-4 < max_gradient_error(golden, gradients) < 0.2
+
+
+# Configs with the rotary embedding of a recipe, read by the transformers library (the `parity` extra).
+
+lazy_module("torch")
+
+
+lazy_module("transformers")
+
+
+LINEAR, DYNAMIC = ({"rope_type": name, "factor": 4.0} for name in ("linear", "dynamic"))
+
+
+YARN = {"type": "yarn", "factor": 4.0, "beta_fast": 20, "truncate": False}
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+LONG: JsonObject = {**LONG_ROPE, "short_factor": [1.0, 1.5], "long_factor": [2.0, 9.0]}
+
+
+CASES: dict[str, tuple[dict[str, Any], RopeOverrides]] = {
+    "llama-linear": (LLAMA, RopeOverrides(LINEAR, max_positions=256)),
+    "llama-dynamic": (LLAMA, RopeOverrides(DYNAMIC)),
+    "llama-yarn": (LLAMA, RopeOverrides(YARN, max_positions=256)),
+    "llama-llama3": (
+        LLAMA,
+        RopeOverrides(LLAMA3 | {"original_max_position_embeddings": 32}, max_positions=512),
+    ),
+    "llama-theta": (LLAMA, RopeOverrides(theta=5e5, max_positions=512)),
+    "llama-of-yarn": (LIVE["llama-yarn"], RopeOverrides(YARN, 3e4, 512)),
+    "llama-version-5": (LIVE["llama-version-5"], RopeOverrides(YARN, max_positions=256)),
+    "llama-both": (LIVE["llama-both-spellings"], RopeOverrides(YARN, theta=3e4)),
+    "gpt_neox-yarn": (GPT_NEOX, RopeOverrides(YARN, 3e4, 256)),
+    "gpt_neox-theta": (GPT_NEOX | {"rotary_emb_base": 500}, RopeOverrides(theta=5e5)),
+    "gpt_neox-version-5": (LIVE["gpt_neox-version-5"], RopeOverrides(LINEAR, theta=5e5)),
+    "gptj-positions": (GPTJ, RopeOverrides(max_positions=512)),
+    "phi3-longrope": (
+        PHI3,
+        RopeOverrides(LONG | {"original_max_position_embeddings": 32}, max_positions=512),
+    ),
+    "phi3-positions": (LIVE["phi3-version-5"], RopeOverrides(max_positions=512)),
+}
+
+
+FAST = ("llama-version-5", "gpt_neox-yarn", "phi3-longrope")
+
+
+@pytest.mark.parametrize("name", slow_except(CASES, FAST))
+def test_overridden_rope_matches_transformers(name: str, tmp_path: Path):
+    subject = FamilyUnderTest(override_rope(*CASES[name]), tmp_path)
+    for length in (7, 300):
+        check_logits(subject, (length,))
+
+
+def test_overridden_rope_changes_the_logits():
+    """The comparison above would also pass if both libraries ignored the scaling."""
+    base, overrides = CASES["llama-yarn"]
+    tensors, batch = random_tensors(base, seed=3), random_batch(base["vocab_size"], 1, 300, 4)
+    before, after = (
+        model_logits(tiny.model, tiny.params_from_tensors(tensors), batch)
+        for tiny in map(tiny_transformer, (base, override_rope(base, overrides)))
+    )
+    assert abs(before - after).max() > 1e-3
+
+
+# Tests of logits and gradients against the transformers library, which must be installed (the `parity` extra).
+
+torch = lazy_module("torch")
+
+
+lazy_module("transformers")
+
+
+# The layers of all other families are scanned here.
+UNSCANNED_FAMILIES = ("gpt2", "gpt_neo", "llama")
+
+
+# Lengths of right-padded rows.
+SHORT, LIVE_LONG = ((7, 4), (300,))
+
+
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+
+
+def batch_lengths(config: HFConfig) -> list[tuple[int, ...]]:
+    """Return the lengths of the rows of each batch.
+
+    One program computes all rows, unless the length of the batch changes the results or the shape of the source.
+    """
+    arch_config = family_of(config).arch_config(config)
+    rope_types = {rope.rope_type for rope in arch_config.ropes}
+    if arch_config.encoder is not None or rope_types & {*LENGTH_DEPENDENT_ROPES}:
+        return [SHORT, LIVE_LONG]
+    return [(*SHORT, *LIVE_LONG)]
+
+
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """Limit torch to one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# Configs with fields that golden files lack and that change the computation.
+LIVE_FAST = (
+    *("gpt2-by-depth-upcast", "gpt_neo-odd", "opt-bare", "gpt_neox-version-5", "llama-yarn-mscale"),
+    *("mistral-no-window", "qwen2-kinds", "qwen3-biases", "qwen3_moe-listed", "gemma2-no-caps"),
+    *("gemma3_text-truncate", "phi3-su", "t5-36-buckets", "t5-aliases"),
+)
+
+
+# test_parity covers golden configs
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize(
+    "name", slow_except((name for name in LIVE if name not in GOLDEN), LIVE_FAST)
+)
+def test_live_logits_match_transformers(name: str, tmp_path: Path):
+    subject = FamilyUnderTest(LIVE[name], tmp_path)
+    for lengths in batch_lengths(subject.config):
+        check_logits(subject, lengths)
+
+
+STORED_HEAD_CHANGES = {
+    "null": {"tie_word_embeddings": None},
+    "true, unscaled": {"scale_decoder_outputs": False},
+}
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("changes", STORED_HEAD_CHANGES.values(), ids=STORED_HEAD_CHANGES)
+def test_logits_of_t5_with_stored_head_match_transformers(changes: dict[str, Any]):
+    config = T5 | changes
+    tensors, tiny = (
+        random_tensors(config, has_stored_head=True),
+        tiny_transformer(config, has_stored_head=True),
+    )
+    assert "lm_head.weight" in tensors
+    batch = random_batch(config["vocab_size"], 2, 7, 4, has_source=True)
+    logits = model_logits(tiny.model, tiny.params_from_tensors(tensors), batch)
+    expected = torch_logits(torch_model(config, tensors), batch, (7, 7))
+    assert abs(logits - expected).max() <= 2e-5
+
+
+# One config for each kind of layer that golden files lack.
+WITH_GRADIENTS = [
+    *(
+        "gpt2-names",
+        "gpt_neo-odd",
+        "gpt_neo-wide",
+        "llama-groups",
+        "llama-biases",
+        "gptj-tied",
+        "opt-bare",
+    ),
+    *("qwen3_moe-plain", "gemma3_text-version-5", "phi3-version-5", "t5-untied", "gpt2-by-depth"),
+]
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("name", slow_except(WITH_GRADIENTS, ("opt-bare",)))
+def test_gradients_with_padded_vocab_match_torch(name: str, tmp_path: Path):
+    is_scanned = LIVE[name]["model_type"] not in UNSCANNED_FAMILIES
+    check_gradients(FamilyUnderTest(LIVE[name], tmp_path), is_scanned, loss_rtol=1e-6)
+
+
+# A model of each module of transformers with layers of its own.
+FAST_GOLDEN = ("gpt2", "gpt_neo", "llama", "t5", "gemma2", "mixtral", "gpt_oss", "deepseek_v3")
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("name", slow_except(GOLDEN, FAST_GOLDEN))
+def test_golden_files_match_installed_transformers(name: str):
+    golden = make_decoders.load(name)
+    current = make_decoders.compute(GOLDEN[name], make_decoders.long_length(name))
+    assert abs(golden.short_logits - current.short_logits).max() <= 2e-5
+    assert abs(golden.long_logits - current.long_logits).max() <= 2e-5
+    for tensor, expected in golden.gradients.items():
+        assert relative_error(current.gradients[tensor], expected) <= 1e-5

@@ -1,4 +1,4 @@
-"""Tests of models on a mesh that splits tokens: equal losses and gradients, and no array of all tokens on a device."""
+"""Tokens split over devices, and packed rows."""
 
 from __future__ import annotations
 
@@ -9,27 +9,42 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from prepcli.commands.testing.tiny_model import (
+    TinyTransformer,
     loss_and_gradients,
     random_batch,
     random_tensors,
     relative_error,
     tiny_transformer,
 )
+from prepcli.models.dropout_config import DropoutConfig
 from prepcli.models.mesh import parse_mesh
-from prepcli.models.param_tree import unflatten_tree
+from prepcli.models.param_tree import Tree, unflatten_tree
 from prepcli.models.registry import FAMILIES
 from tests.helpers.meshes import error_of
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
+from trainer.data.packing import document_dataset
+from trainer.data.store import MappedTokens
 from trainer.distributed.sharding import make_sharding_context, zigzag_order
+from trainer.nn import transformer
+from trainer.nn.attention_mask import Segments
+from trainer.nn.dropout import Stack, step_dropout
 from trainer.nn.model_spec import AttentionOptions, ForwardConfig, build_model
+from trainer.nn.token_chunks import join_chunks, pad_tokens, split_chunks, unpad_tokens
 from trainer.nn.transformer import loss_sums
 
+# Tests of models on a mesh that splits tokens: equal losses and gradients, and no array of all tokens on a device.
+
 MESH, LENGTH, SOURCE_LENGTH = "fsdp:2,mp:2,sp:2", 40, 32
+
+
 TILES = AttentionOptions("blockwise", 4, 8)
+
+
 # Configs with vocabularies and heads that mp divides.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-biases": GOLDEN["llama-biases"] | {"vocab_size": 32},
@@ -60,10 +75,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "smollm3": GOLDEN["smollm3"]
     | {"vocab_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {},
     "chunked": {"ffn_chunk_size": 7, "head_chunk_size": 3, "remat_policy": "nothing_saveable"},
 }
+
+
 # Queries, keys and values [T, 256] are wider than the residual stream [T, 64].
 LLAMA = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 128,
@@ -166,3 +185,169 @@ def test_forward_config_rejects_kernels_that_need_whole_rows(kernel: str):
         "it does not support sequences split over devices",
         '`model.attention_kernel = "auto"`',
     )
+
+
+# Tests of models on packed documents: loss, gradients and logits are those of each document alone.
+
+LENGTHS, SEQ_LENGTH = (5, 12, 3, 9, 1, 16, 7), 16
+
+
+KERNELS = {"reference": AttentionOptions(), "blockwise": AttentionOptions("blockwise", 4, 8)}
+
+
+# Configs with vocabularies and heads that mp divides.
+PACKED_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": GOLDEN["llama"] | {"vocab_size": 32},
+    "gpt_neo": GOLDEN["gpt_neo"] | {"vocab_size": 32},
+    "opt": GOLDEN["opt"] | {"vocab_size": 32, "num_attention_heads": 4},
+    "gemma3_text": GOLDEN["gemma3_text"] | {"vocab_size": 32, "num_attention_heads": 4},
+    "mixtral": GOLDEN["mixtral"] | {"vocab_size": 32, "num_attention_heads": 4},
+    "lfm2": GOLDEN["lfm2"] | {"vocab_size": 32, "num_attention_heads": 4},
+    "qwen3_5_text": GOLDEN["qwen3_5_text"] | {"vocab_size": 32, "num_attention_heads": 4},
+    "mamba2": GOLDEN["mamba2"] | {"vocab_size": 32},
+    "mamba": GOLDEN["mamba"] | {"vocab_size": 32},
+    "falcon_h1": GOLDEN["falcon_h1"] | {"vocab_size": 32, "num_attention_heads": 4},
+}
+
+
+# Models with states that need whole rows, so that no mesh splits their tokens.
+RECURRENT = ("lfm2", "qwen3_5_text", "mamba2", "mamba", "falcon_h1")
+
+
+def make_batch(packing: str, vocab: int = 29) -> dict[str, np.ndarray]:
+    """Return all documents in rows of a packing."""
+    ids = np.random.default_rng(1).integers(0, vocab, sum(LENGTHS)).astype("<u2")
+    ends = np.cumsum(LENGTHS).astype("<u8")
+    dataset = document_dataset(MappedTokens(ids, ends, "x", SEQ_LENGTH), packing)
+    return dataset.get_batch(range(dataset.n_rows))
+
+
+def make_model(config: dict[str, Any]) -> tuple[TinyTransformer, Tree]:
+    """Return a tiny model with random parameters."""
+    tiny = tiny_transformer(config)
+    return tiny, tiny.params_from_tensors(random_tensors(config))
+
+
+CASES = [(name, kernel) for name in PACKED_CONFIGS for kernel in KERNELS]
+
+
+@pytest.mark.parametrize(("name", "kernel"), slow_except(CASES, [("gpt_neo", "blockwise")]))
+def test_loss_and_gradients_match_padded_documents(name: str, kernel: str):
+    tiny, params = make_model(PACKED_CONFIGS[name])
+    forward_config = ForwardConfig(attention_options=KERNELS[kernel])
+    packed, padded = make_batch("documents"), make_batch("none")
+    assert len(packed["tokens"]) < len(padded["tokens"])
+    loss, gradients = loss_and_gradients(tiny.model, params, packed, forward_config)
+    expected_loss, expected = loss_and_gradients(tiny.model, params, padded, forward_config)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert (
+        max(jax.tree.leaves(jax.tree.map(relative_error, *jax.device_get((gradients, expected)))))
+        < 1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "name", slow_except([n for n in PACKED_CONFIGS if n not in RECURRENT], ["llama"])
+)
+def test_loss_and_gradients_of_split_tokens_match_one_device(name: str):
+    tiny, params = make_model(PACKED_CONFIGS[name])
+    sharding = make_sharding_context(parse_mesh("fsdp:2,mp:2,sp:2"))
+    batch = make_batch("documents")
+    ordered = {n: array[:, zigzag_order(SEQ_LENGTH, sharding)] for n, array in batch.items()}
+    forward_config = ForwardConfig(sharding=sharding, attention_options=KERNELS["blockwise"])
+    loss, gradients = loss_and_gradients(tiny.model, params, ordered, forward_config)
+    expected_loss, expected = loss_and_gradients(tiny.model, params, batch, ForwardConfig())
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert (
+        max(jax.tree.leaves(jax.tree.map(relative_error, *jax.device_get((gradients, expected)))))
+        < 1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "name", slow_except(["llama", "gpt_neo", "opt", *RECURRENT], ["llama", "qwen3_5_text"])
+)
+def test_logits_match_transformers_on_each_document(name: str):
+    pytest.importorskip("transformers")
+    from prepcli.commands.testing.tiny_model import torch_logits, torch_model
+
+    config = GOLDEN[name]
+    tiny, params = make_model(config)
+    packed, padded = (
+        {n: jnp.asarray(array) for n, array in make_batch(packing).items()}
+        for packing in ("documents", "none")
+    )
+    forward_config = ForwardConfig(attention_options=KERNELS["blockwise"])
+
+    @jax.jit
+    def compute_logits(params: Tree, batch: dict[str, jax.Array]) -> jax.Array:
+        segments = Segments(batch["segment_ids"], batch["positions"])
+        x = transformer.hidden_states(
+            params, batch["tokens"], tiny.model, forward_config, segments=segments
+        )
+        return transformer.logits_from_hidden(params, x, tiny.model, forward_config)
+
+    logits = np.asarray(compute_logits(params, packed))
+    expected = torch_logits(
+        torch_model(config, random_tensors(config)), jax.device_get(padded), LENGTHS
+    )
+    found = 0
+    for row, ids in enumerate(np.asarray(packed["segment_ids"])):
+        for segment in range(1, ids.max() + 1):
+            document = np.asarray(packed["tokens"])[row, ids == segment]
+            (number,) = [
+                i
+                for i, n in enumerate(LENGTHS)
+                if padded["tokens"][i, :n].tolist() == document.tolist()
+            ]
+            assert (
+                abs(logits[row, ids == segment] - expected[number, : LENGTHS[number]]).max() <= 2e-5
+            )
+            found += 1
+    assert found == len(LENGTHS)
+
+
+def test_forgetful_masking_keeps_the_first_key_of_each_document():
+    batch = make_batch("documents")
+    row_ids = jnp.arange(len(batch["tokens"]), dtype=jnp.uint32)
+    dropout = step_dropout(
+        DropoutConfig(fcm_ratio=(0.9, 0.9)), seed=1, step=jnp.int32(0), row_ids=row_ids
+    )
+    positions, segment_positions = jnp.arange(SEQ_LENGTH), jnp.asarray(batch["positions"])
+    visible = dropout.for_stack(Stack.DECODER).remembered_keys(positions, segment_positions)
+    assert visible is not None
+    is_first = batch["positions"] == 0
+    assert np.asarray(visible)[is_first].all()
+    assert np.asarray(visible)[~is_first].mean() < 0.4
+
+
+# Tests of chunks of a token axis that a mesh splits into shards of consecutive columns.
+
+X = jnp.asarray(np.arange(12, dtype=np.int32).reshape(1, 12))
+
+
+def test_chunks_have_tokens_of_every_shard():
+    chunks = split_chunks(X, 2, num_shards=2)
+    assert chunks.tolist() == [[[0, 1, 6, 7]], [[2, 3, 8, 9]], [[4, 5, 10, 11]]]
+
+
+def test_chunks_of_one_shard_are_consecutive():
+    assert split_chunks(X, 4).tolist() == [[[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9, 10, 11]]]
+
+
+@pytest.mark.parametrize(("chunk_size", "num_shards"), [(1, 1), (4, 1), (3, 2), (2, 3)])
+def test_join_chunks_inverts_split_chunks(chunk_size: int, num_shards: int):
+    x = jnp.arange(2 * 12 * 3).reshape(2, 12, 3)
+    chunks = split_chunks(x, chunk_size, num_shards=num_shards)
+    np.testing.assert_array_equal(join_chunks(chunks, num_shards=num_shards), x)
+
+
+def test_padding_follows_the_tokens_of_each_shard():
+    padded = pad_tokens(X, 1, -1, num_shards=3)
+    assert padded.tolist() == [[0, 1, 2, 3, -1, 4, 5, 6, 7, -1, 8, 9, 10, 11, -1]]
+    np.testing.assert_array_equal(unpad_tokens(padded, 1, num_shards=3), X)
+
+
+def test_no_padding_returns_the_array():
+    assert pad_tokens(X, 0) is X
+    assert unpad_tokens(X, 0, num_shards=3) is X

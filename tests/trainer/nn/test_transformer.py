@@ -1,8 +1,9 @@
-"""Tests of initialization, checks, scan and rematerialization; numeric results are in test_parity."""
+"""The transformer: stacked layers, encoders, initial leaves and the inputs of layers."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from prepcli.algebra.axis_map import bind_row
 from prepcli.commands.testing.tiny_model import (
     UNSCANNED,
+    TinyTransformer,
     model_logits,
     random_batch,
     random_tensors,
@@ -20,12 +23,16 @@ from prepcli.commands.testing.tiny_model import (
 )
 from prepcli.core.errors import USAGE, PrepError
 from prepcli.models.activation_memory import REMAT_POLICIES
-from prepcli.models.param_tree import flatten_tree, unflatten_tree
+from prepcli.models.param_tree import Tree, flatten_tree, param_leaves, unflatten_tree
+from prepcli.models.parameters import parameter_rows
+from prepcli.models.registry import FAMILIES
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_configs import GPT2, GPT_NEO, LLAMA
+from tests.helpers.tiny_configs import GOLDEN, GPT2, GPT_NEO, LLAMA, T5, T5_GATED
 from trainer.nn import transformer
-from trainer.nn.initialization import init_params
+from trainer.nn.initialization import init_leaves, init_params
 from trainer.nn.model_spec import ForwardConfig
+
+# Tests of initialization, checks, scan and rematerialization; numeric results are in test_parity.
 
 # arguments of `tiny_transformer` after the config, and whether layers are scanned
 STORED_AND_SCANNED: list[tuple[tuple[bool, ...], bool]] = [
@@ -207,3 +214,322 @@ def test_unknown_remat_policy_is_rejected():
         ForwardConfig(remat_policy="dots")
     assert caught.value.code == USAGE
     assert all(hasattr(jax.checkpoint_policies, name) for name in REMAT_POLICIES)
+
+
+# Tests of encoder-decoder models: source masks, two stacks of different depth, and their parameter trees.
+
+FAMILY = FAMILIES["t5"]
+
+
+def compile_logits(tiny: TinyTransformer) -> Callable[[Tree, Mapping[str, np.ndarray]], np.ndarray]:
+    """Return a function that computes the logits of a batch, compiled once for each shape of a batch."""
+
+    @jax.jit
+    def compute(params: Tree, batch: Mapping[str, jax.Array]) -> jax.Array:
+        encoder_output = transformer.encode(
+            params, batch["source"], tiny.model, UNSCANNED, batch["present"]
+        )
+        return transformer.compute_logits(
+            params, batch["tokens"], tiny.model, UNSCANNED, encoder_output
+        )
+
+    return lambda params, batch: np.asarray(
+        compute(params, {name: batch[name] for name in ("tokens", "source", "present")})
+    )
+
+
+def test_source_padding_does_not_change_logits():
+    tiny = tiny_transformer(T5)
+    params, batch = (
+        tiny.params_from_tensors(random_tensors(T5)),
+        random_batch(29, 2, 7, has_source=True),
+    )
+    compute_logits = compile_logits(tiny)
+    logits = compute_logits(params, batch)
+    changed_padding = np.where(batch["present"], batch["source"], 28 - batch["source"]).astype(
+        np.int32
+    )
+    np.testing.assert_array_equal(
+        logits, compute_logits(params, batch | {"source": changed_padding})
+    )
+    length = int(batch["present"][1].sum())
+    assert length < 12
+    short = {
+        "tokens": batch["tokens"][1:],
+        **{name: batch[name][1:, :length] for name in ("source", "present")},
+    }
+    np.testing.assert_allclose(compute_logits(params, short)[0], logits[1], atol=5e-6)
+
+
+def test_logits_depend_on_all_of_source_and_earlier_targets():
+    tiny = tiny_transformer(T5_GATED)
+    params, batch = (
+        tiny.params_from_tensors(random_tensors(T5_GATED)),
+        random_batch(29, 1, 7, has_source=True),
+    )
+    batch["present"][:] = True
+    compute_logits = compile_logits(tiny)
+    logits = compute_logits(params, batch)
+
+    def change_of_logits(name: str, index: int) -> np.ndarray:
+        tokens = batch[name].copy()
+        tokens[0, index] = (tokens[0, index] + 1) % 29
+        return abs(compute_logits(params, batch | {name: tokens}) - logits).max(-1)
+
+    assert (change_of_logits("source", 11) > 1e-4).all()
+    assert (change_of_logits("source", 0) > 1e-4).all()
+    change = change_of_logits("tokens", 4)
+    assert not change[:, :4].any()
+    assert (change[:, 4:] > 1e-4).all()
+
+
+def test_encode_without_mask_equals_full_mask():
+    tiny = tiny_transformer(T5)
+    params, batch = (
+        tiny.params_from_tensors(random_tensors(T5)),
+        random_batch(29, 2, 7, has_source=True),
+    )
+    source = jnp.asarray(batch["source"])
+
+    @jax.jit
+    def encode(source_mask: jax.Array | None) -> Any:
+        return transformer.encode(params, source, tiny.model, UNSCANNED, source_mask).states
+
+    np.testing.assert_array_equal(encode(None), encode(jnp.ones(source.shape, bool)))
+
+
+def test_encoder_output_is_required_only_with_encoder():
+    tiny, decoder_only = tiny_transformer(T5), tiny_transformer(LLAMA)
+    params, tokens = tiny.params_from_tensors(random_tensors(T5)), jnp.zeros((1, 3), jnp.int32)
+    with pytest.raises(ValueError, match="t5 has an encoder, but encoder_output is missing"):
+        transformer.compute_logits(params, tokens, tiny.model, UNSCANNED)
+    encoder_output = jax.eval_shape(
+        lambda: transformer.encode(params, tokens, tiny.model, UNSCANNED)
+    )
+    llama_params = decoder_only.params_from_tensors(random_tensors(LLAMA))
+    with pytest.raises(ValueError, match="llama has no encoder, but encoder_output is passed"):
+        transformer.compute_logits(
+            llama_params, tokens, decoder_only.model, UNSCANNED, encoder_output
+        )
+    with pytest.raises(PrepError, match="llama has no encoder"):
+        transformer.encode(params, tokens, decoder_only.model, UNSCANNED)
+
+
+# By default the test of this name in test_transformer compares a decoder.
+@pytest.mark.slow
+@pytest.mark.parametrize(("scan", "scan_axis"), slow_except(((False, 0), (True, 1)), ((False, 0),)))
+def test_encoder_init_does_not_depend_on_how_layers_are_stored(scan: bool, scan_axis: int):
+    config = T5 | {"num_layers": 1, "num_decoder_layers": 2}
+    variants = tiny_transformer(config), tiny_transformer(config, scan, scan_axis)
+    tensors, others = (tiny.tensors_from_params(init_params(tiny.model, 7)) for tiny in variants)
+    for name, values in tensors.items():
+        np.testing.assert_array_equal(values, others[name])
+    q = {
+        stack: tensors[f"{stack}.block.0.layer.0.SelfAttention.q.weight"]
+        for stack in ("encoder", "decoder")
+    }
+    assert not np.array_equal(q["encoder"], q["decoder"])
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_stacked_leaves_have_depth_of_their_stack(axis: int):
+    leaves = param_leaves(FAMILY, T5, True, scan=True, scan_axis=axis)
+    for path, leaf in leaves.items():
+        assert leaf.stack_axis == (min(axis, len(leaf.shape) - 1) if ".layers." in path else None)
+        if leaf.stack_axis is not None:
+            assert leaf.shape[leaf.stack_axis] == (2 if path.startswith("encoder.") else 3)
+            assert leaf.dims[leaf.stack_axis] == (
+                ("encoder_layers" if path.startswith("encoder.") else "layers"),
+            )
+
+
+def test_unstacked_leaves_are_numbered_per_stack():
+    leaves = param_leaves(FAMILY, T5_GATED, False, scan=False)
+    numbers = {path.split(".", 3)[2] for path in leaves if path.startswith("decoder.layers.")}
+    assert numbers == {"0", "1", "2"}
+    leaf = leaves["encoder.layers.1.attn.q.weight"]
+    assert (leaf.layer_index, leaf.path_pattern) == (
+        1,
+        "encoder.layers.{encoder_layers}.attn.q.weight",
+    )
+    assert leaf.shape == (3, 6, 16)
+    assert leaves["decoder.layers.2.cross.o.weight"].shape == (16, 3, 6)
+    assert {path for path, leaf in leaves.items() if leaf.role == "embedding"} == {
+        "embed.tokens",
+        "encoder.relative_positions.weight",
+        "decoder.relative_positions.weight",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor", "is_gated"),
+    [
+        ({}, "wi", False),
+        ({"feed_forward_proj": "gated-gelu"}, "wi_1", True),
+        ({"feed_forward_proj": "gated-gelu", "is_gated_act": False}, "wi", False),
+        ({"is_gated_act": True}, "wi_1", True),
+    ],
+)
+def test_config_selects_rows_of_gated_mlp(changes: dict[str, Any], tensor: str, is_gated: bool):
+    rows = parameter_rows(FAMILY, T5 | changes)
+    assert ("encoder.layers.mlp.gate.weight" in rows) == is_gated
+    name, _ = next(bind_row(rows["decoder.layers.mlp.up.weight"], FAMILY.sizes(T5)).tensors())
+    assert name == f"decoder.block.0.layer.2.DenseReluDense.{tensor}.weight"
+    flax_parameters = FAMILY.layouts["hf-flax"].parameters
+    paths = {path for path, parameter in flax_parameters.items() if parameter.resolve(T5 | changes)}
+    assert ("encoder.block.{encoder_layers}.layer.1.DenseReluDense.wi.kernel" in paths) != is_gated
+    assert (
+        "encoder.block.{encoder_layers}.layer.1.DenseReluDense.wi_0.kernel" in paths
+    ) == is_gated
+
+
+def test_lm_head_input_scale_is_applied_in_float32():
+    """The scale 1 / sqrt(24), rounded to bfloat16, would change all logits."""
+    config = T5 | {"d_model": 24, "num_layers": 1, "num_decoder_layers": 1}
+    tiny = tiny_transformer(config)
+    forward_config = dataclasses.replace(UNSCANNED, dtype="bfloat16")
+    batch = {
+        name: jnp.asarray(ids) for name, ids in random_batch(29, 2, 7, has_source=True).items()
+    }
+    params = tiny.params_from_tensors(random_tensors(config))
+
+    def scaled_states(scale: float) -> np.ndarray:
+        arch_config = dataclasses.replace(tiny.model.arch_config, lm_head_input_scale=scale)
+        model = dataclasses.replace(tiny.model, arch_config=arch_config)
+
+        # results of operations in bfloat16 are rounded, also within a fusion
+        @partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+        def compute() -> jax.Array:
+            encoder_output = transformer.encode(params, batch["source"], model, forward_config)
+            return transformer.hidden_states(
+                params, batch["tokens"], model, forward_config, encoder_output
+            )
+
+        return np.asarray(compute())
+
+    expected = scaled_states(1.0).astype(np.float32) * np.float32(24**-0.5)
+    assert tiny.model.arch_config.lm_head_input_scale == 24**-0.5
+    assert (scaled_states(24**-0.5) == expected.astype(jnp.bfloat16)).all()
+
+
+# Random initial parameters: the scheme of transformers, and zero rows for padded token ids.
+
+SIZES = {
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 512, "n_positions": 64},
+    "gpt_neo": {
+        "hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 512, "max_position_embeddings": 64,
+        "attention_types": [[["global", "local"], 1]],
+    },
+    "opt": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 256, "vocab_size": 512,
+            "max_position_embeddings": 64, "word_embed_proj_dim": 64},
+    "llama": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 160,
+              "vocab_size": 512},
+    "t5": {"d_model": 64, "d_kv": 16, "d_ff": 256, "num_layers": 2, "num_heads": 4, "vocab_size": 512,
+           "tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"},
+}  # fmt: skip
+
+
+def init_tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    tiny = tiny_transformer(config)
+    return tiny.tensors_from_params(init_params(tiny.model, 0))
+
+
+@pytest.mark.parametrize("family", slow_except(SIZES, ("gpt2", "llama", "t5")))
+def test_initial_tensors_have_the_deviations_of_transformers(family: str):
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = {"model_type": family, **SIZES[family]}
+    cls = (
+        transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
+    )
+    model = cls.from_config(transformers.AutoConfig.for_model(**config))
+    expected = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    for name, values in init_tensors(config).items():
+        assert values.shape == expected[name].shape
+        # the deviation of n samples varies by about 1 / sqrt(2 n); both sides are samples
+        tolerance = 6 / values.size**0.5
+        assert abs(values.std() - expected[name].std()) <= tolerance * expected[name].std(), name
+        assert abs(values.mean() - expected[name].mean()) <= tolerance * max(
+            expected[name].std(), 1e-9
+        ), name
+
+
+def test_padded_rows_start_at_zero():
+    config = {"model_type": "llama", **SIZES["llama"]}
+    padded = {**config, "vocab_size": 520, "true_vocab_size": 512}
+    plain, filled = (
+        flatten_tree(init_params(tiny_transformer(values).model, 0)) for values in (config, padded)
+    )
+    for path in ("embed.tokens", "head.weight"):
+        assert not np.asarray(filled[path])[512:].any()
+        np.testing.assert_array_equal(filled[path][:512], plain[path])
+
+
+def mixer_leaves(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return the initial leaves of the mixers of a model by their names, e.g. `d.weight`."""
+    model = tiny_transformer(config).model
+    mixers = {path: leaf for path, leaf in model.leaves.items() if "mixer." in path}
+    leaves = flatten_tree(init_leaves(mixers, jax.random.key(0), model))
+    return {path.partition("mixer.")[2]: np.asarray(leaf) for path, leaf in leaves.items()}
+
+
+def test_gated_delta_nets_start_with_random_decays():
+    leaves = mixer_leaves(GOLDEN["qwen3_5_text"])
+    assert (leaves["norm.scale"] == 1).all()
+    assert (leaves["dt_bias.bias"] == 1).all()
+    rates = np.exp(leaves["a_log.weight"])
+    assert rates.min() >= 0.01
+    assert rates.max() <= 16
+    assert np.unique(rates).size == rates.size
+
+
+@pytest.mark.parametrize("name", slow_except(["mamba2", "bamba", "granitemoehybrid"], ["mamba2"]))
+def test_mamba2_starts_with_the_rates_of_transformers(name: str):
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    auto_config = transformers.AutoConfig.for_model(**GOLDEN[name])
+    model = transformers.AutoModelForCausalLM.from_config(auto_config)
+    expected = next(v.numpy() for k, v in model.state_dict().items() if k.endswith("A_log"))
+    leaves = mixer_leaves(GOLDEN[name])
+    layers = leaves["a_log.weight"].reshape(-1, expected.size)
+    np.testing.assert_allclose(layers, np.broadcast_to(expected, layers.shape), rtol=1e-6)
+    assert (leaves["d.weight"] == 1).all()
+    assert (leaves["norm.scale"] == 1).all()
+
+
+def test_mamba_starts_with_a_numbered_rate_per_state():
+    """As `MambaMixer` of transformers: each channel has the rates 1, 2, ..., N."""
+    rates = np.exp(mixer_leaves(GOLDEN["mamba"])["a_log.weight"])
+    numbers = np.arange(1, GOLDEN["mamba"]["state_size"] + 1)
+    np.testing.assert_allclose(rates, np.broadcast_to(numbers, rates.shape), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bamba", "granitemoehybrid"])
+def test_step_biases_of_hybrid_models_start_at_one(name: str):
+    assert (mixer_leaves(GOLDEN[name])["dt_bias.bias"] == 1).all()
+
+
+def test_mamba2_starts_with_log_uniform_steps():
+    sizes = {"hidden_size": 8, "expand": 256, "num_heads": 1024, "head_dim": 2, "n_groups": 2}
+    steps = {"time_step_min": 0.002, "time_step_max": 0.5, "time_step_floor": 0.01}
+    biases = mixer_leaves(GOLDEN["mamba2"] | sizes | steps)["dt_bias.bias"]
+    initial = np.logaddexp(0.0, biases.astype(np.float64))
+    assert initial.min() == pytest.approx(0.01, rel=1e-4)
+    assert 0.4 < initial.max() <= 0.5 * (1 + 1e-4)
+    # Of a log-uniform step, log(0.01 / 0.002) / log(0.5 / 0.002) = 29 % are below the floor.
+    is_floor = initial < 0.01 * (1 + 1e-4)
+    assert is_floor.mean() == pytest.approx(0.29, abs=0.05)
+    # Above the floor, the median is the geometric mean of the floor and the maximum.
+    assert np.median(initial[~is_floor]) == pytest.approx((0.01 * 0.5) ** 0.5, rel=0.2)
+
+
+def test_mamba2_steps_start_finite_without_a_floor():
+    steps = {"time_step_min": 1e-45, "time_step_max": 1e-44, "time_step_floor": 0.0}
+    biases = mixer_leaves(GOLDEN["mamba2"] | steps)["dt_bias.bias"]
+    assert np.isfinite(biases).all()
+
+
+def test_largest_initial_step_is_not_below_the_smallest():
+    steps = {"time_step_min": 0.5, "time_step_max": 0.1}
+    with pytest.raises(PrepError, match=r"time_step_min is 0\.5, it must be at most time_step_max"):
+        mixer_leaves(GOLDEN["mamba2"] | steps)

@@ -1,27 +1,57 @@
-"""Tests of the memory estimate of a training step against XLA's memory plans of the same step."""
+"""Estimated memory of a step: recorded plans of XLA, optimizer states, and the inputs of a step."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from bench.memory_points import POINTS, TPU_POINTS, MemoryPoint
 from bench.model_configs import MODEL_CONFIGS
+from prepcli.core.errors import PrepError
+from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU, AttentionFeature, DeviceKind
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.param_tree import param_leaves
 from prepcli.models.registry import FAMILIES
 from prepcli.models.rules import DEFAULT_RULES
+from tests.helpers import runs
 from tests.helpers.hybrid_configs import GRANITE_HYBRID
+from tests.helpers.optimizers import KEYS, make_optimizer
+from tests.helpers.tiny_configs import T5
+from tests.helpers.training_plans import TINY, load_text
 from trainer.planning.memory_estimate import MemoryEstimate, estimate_memory
 from trainer.planning.memory_inputs import MemoryInputs
+from trainer.planning.model_shapes import model_of_config
+from trainer.planning.step_inputs import (
+    ChunkSizes,
+    ModelShapes,
+    attention_needs,
+    check_patterns,
+    chunk_sizes,
+    context_warnings,
+    default_chunk_sizes,
+    state_leaves,
+    step_inputs,
+)
+from trainer.planning.training_plan import Collective, CompiledPlan, read_collectives
+from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
+from trainer.training.step import state_shapes
+
+# Tests of the memory estimate of a training step against XLA's memory plans of the same step.
 
 MIB = 1 << 20
+
+
 SMALL, DEEP, LLAMA_13B, MIXTRAL = (
     MODEL_CONFIGS[name] for name in ("small", "deep", "13b", "mixtral")
 )
+
+
 ATTENTION = ("q", "k", "v", "attention_output")
 
 
@@ -283,3 +313,249 @@ def test_heads_of_a_mixer_are_split_once():
     config = {"num_hidden_layers": 2, "vocab_size": 512}
     whole, split = (estimate("mamba2", config, mesh, **options) for mesh in ("", "1,1,4"))
     assert whole.saved / 4 <= split.saved
+
+
+# The optimizer state as shapes: it has the bytes of the state that training allocates.
+
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"moment_dtype": "bfloat16", "ema": 0.9, "freeze": ("embed.tokens", "re:attn")},
+    {"momentum": 0.0},
+)
+
+
+@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("keys", VARIANTS)
+def test_state_leaves_have_the_bytes_of_the_state(name: str, keys: dict[str, Any]):
+    table = OPTIMIZER_TABLES[name]
+    if not keys.keys() <= table.model_fields.keys():
+        pytest.skip("the optimizer has no momentum to turn off")
+    values = {"type": name, **KEYS[name], **keys}
+    setup = runs.make_setup(runs.MIXTRAL, optimizer=make_optimizer(name, **keys))
+    leaves = [leaf for leaf in jax.tree.leaves(state_shapes(setup)["opt_state"]) if leaf.size > 3]
+    planned = state_leaves(table.model_validate(values), setup.model.leaves)
+    assert sorted(leaf.nbytes for leaf in planned) == sorted(
+        leaf.size * leaf.dtype.itemsize for leaf in leaves
+    )
+
+
+def test_check_patterns_rejects_patterns_without_leaves():
+    leaves = runs.make_setup().model.leaves
+    table = OPTIMIZER_TABLES["adamw"]
+    check_patterns(table.model_validate({"lr": 1, "freeze": ("embed", "layers.attn.q")}), leaves)
+    with pytest.raises(
+        PrepError, match=r"`embed\.token` of `optimizer\.freeze` matches no leaf"
+    ) as caught:
+        check_patterns(table.model_validate({"lr": 1, "freeze": ("embed.token",)}), leaves)
+    assert caught.value.hint == "did you mean `embed.tokens`?"
+    with pytest.raises(PrepError, match=r"`re:xyz` of `optimizer\.decay_exclude` matches no leaf"):
+        check_patterns(table.model_validate({"lr": 1, "decay_exclude": ("re:xyz",)}), leaves)
+    with pytest.raises(PrepError, match=r"`optimizer\.freeze` matches all parameters"):
+        check_patterns(table.model_validate({"lr": 1, "freeze": ("re:.",)}), leaves)
+
+
+# Inputs of the estimates, and warnings about the context.
+
+MESH = parse_mesh("1,2,4")
+
+
+def llama(**changes: Any) -> ModelShapes:
+    """Return the shapes of a tiny Llama."""
+    return model_of_config({**TINY, **changes}).shapes(MESH, DEFAULT_RULES)
+
+
+def test_step_inputs_have_the_source_length_of_the_recipe(tmp_path: Path):
+    model = model_of_config(T5).shapes(MESH, DEFAULT_RULES)
+    pairs = ("data.type=json", "data.fields=[a], b", "batch.size=8")
+    recipe = load_text(tmp_path, *pairs, "data.source_length=24")
+    assert step_inputs(recipe, model, mesh=MESH, rules=DEFAULT_RULES).source_length == 24
+    assert (
+        step_inputs(
+            load_text(tmp_path, *pairs), llama(), mesh=MESH, rules=DEFAULT_RULES
+        ).source_length
+        == 0
+    )
+
+
+def test_span_corruption_has_the_source_length_of_the_recipe(tmp_path: Path):
+    t5 = model_of_config(T5).shapes(MESH, DEFAULT_RULES)
+    spans = load_text(
+        tmp_path, "data.objective=span_corruption", "data.source_length=40", "batch.size=8"
+    )
+    assert step_inputs(spans, t5, mesh=MESH, rules=DEFAULT_RULES).source_length == 40
+
+
+def test_step_inputs_follow_batch_and_dtype(tmp_path: Path):
+    recipe = load_text(
+        tmp_path,
+        "batch.accumulate=2",
+        "model.dtype=bfloat16",
+        "model.remat_policy=nothing_saveable",
+    )
+    inputs = step_inputs(recipe, llama(), mesh=MESH, rules=DEFAULT_RULES)
+    assert (inputs.micro_batch_size, inputs.local_batch_size, inputs.accumulate) == (4, 2, 2)
+    assert (inputs.seq_length, inputs.itemsize, inputs.remat_policy) == (16, 2, "nothing_saveable")
+    assert (
+        step_inputs(recipe, llama(), mesh=MESH, rules=DEFAULT_RULES, widens_bfloat16=True).itemsize
+        == 4
+    )
+
+
+def test_packed_documents_need_segments_and_two_more_columns(tmp_path: Path):
+    plain, packed = load_text(tmp_path), load_text(tmp_path, "data.packing=documents")
+    needs = [
+        attention_needs(recipe, llama(), MESH, DEFAULT_RULES).features for recipe in (plain, packed)
+    ]
+    assert needs[1] - needs[0] == {AttentionFeature.SEGMENTS}
+    inputs, more = (
+        step_inputs(recipe, llama(), mesh=MESH, rules=DEFAULT_RULES) for recipe in (plain, packed)
+    )
+    added = estimate_memory(more).batch - estimate_memory(inputs).batch
+    assert added == 4 * 2 * inputs.seq_length * inputs.local_batch_size * inputs.accumulate
+    cudnn = load_text(tmp_path, "data.packing=documents", "model.attention_kernel=cudnn")
+    with pytest.raises(PrepError, match="does not support segment ids"):
+        step_inputs(cudnn, llama(), mesh=MESH, rules=DEFAULT_RULES)
+
+
+def test_step_inputs_have_a_tile_only_for_tiled_attention(tmp_path: Path):
+    tiled = load_text(tmp_path, "model.attention_kernel=blockwise", "model.q_chunk_size=4")
+    assert step_inputs(tiled, llama(), mesh=MESH, rules=DEFAULT_RULES).attention_tile == (4, 512)
+    assert (
+        step_inputs(load_text(tmp_path), llama(), mesh=MESH, rules=DEFAULT_RULES).attention_tile
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "length", "tile", "head_chunk_size"),
+    [
+        (CPU, 255, None, 128),
+        (CPU, 256, (64, 64), 128),
+        (CPU, 1025, (128, 128), 128),
+        (ANY_ACCELERATOR, 1024, None, 512),
+        (ANY_ACCELERATOR, 1025, (512, 512), 512),
+    ],
+)
+def test_step_inputs_have_sizes_for_the_devices(
+    tmp_path: Path,
+    device: DeviceKind,
+    length: int,
+    tile: tuple[int, int] | None,
+    head_chunk_size: int,
+):
+    recipe = load_text(tmp_path, f"data.seq_length={length}", "batch.accumulate=2")
+    inputs = step_inputs(recipe, llama(), mesh=MESH, rules=DEFAULT_RULES, device=device)
+    assert (inputs.attention_tile, inputs.head_chunk_size) == (tile, head_chunk_size)
+
+
+@pytest.mark.parametrize("device", [CPU, ANY_ACCELERATOR])
+def test_chunk_sizes_of_the_recipe_take_precedence(tmp_path: Path, device: DeviceKind):
+    keys = ("model.q_chunk_size=7", "model.k_chunk_size=-1", "model.head_chunk_size=512")
+    assert chunk_sizes(load_text(tmp_path, *keys), device, num_rows=2) == ChunkSizes(
+        7, -1, head=512
+    )
+
+
+def test_context_warnings_name_too_long_sequences(tmp_path: Path):
+    assert list(context_warnings(load_text(tmp_path, "data.seq_length=64"), llama())) == []
+    (warning,) = context_warnings(load_text(tmp_path, "data.seq_length=65"), llama())
+    assert (
+        warning
+        == "`data.seq_length` is 65, and the model was made for 64 positions; `model.rope_scaling` extends them"
+    )
+
+
+def test_context_warnings_include_rope_scaling(tmp_path: Path):
+    model = llama(
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    )
+    assert list(context_warnings(load_text(tmp_path, "data.seq_length=256"), model)) == []
+    assert list(context_warnings(load_text(tmp_path, "data.seq_length=257"), model))
+
+
+# Tests of the sizes of tiles and head chunks that fit the devices.
+
+
+@pytest.mark.parametrize(("length", "tile_size"), [(2, 64), (1024, 64), (1025, 128), (32768, 128)])
+def test_cpu_tiles_grow_with_the_length(length: int, tile_size: int):
+    sizes = default_chunk_sizes(CPU, length=length, num_rows=8)
+    assert sizes == ChunkSizes(tile_size, tile_size, head=32)
+
+
+@pytest.mark.parametrize(("num_rows", "head"), [(1, 256), (2, 128), (3, 85), (256, 1), (1000, 1)])
+def test_cpu_head_chunk_shares_its_tokens_among_rows(num_rows: int, head: int):
+    assert default_chunk_sizes(CPU, length=512, num_rows=num_rows).head == head
+
+
+@pytest.mark.parametrize(
+    "device", [DeviceKind("tpu"), DeviceKind("cuda", (9, 0)), DeviceKind("rocm"), ANY_ACCELERATOR]
+)
+def test_accelerator_sizes_do_not_depend_on_the_batch(device: DeviceKind):
+    for length, num_rows in ((2, 1), (32768, 64)):
+        assert default_chunk_sizes(device, length=length, num_rows=num_rows) == ChunkSizes(
+            512, 512, head=512
+        )
+
+
+# Tests of compiled plans: the collectives in HLO text, and the JSON form.
+
+HLO = """\
+HloModule jit_train_step, is_scheduled=true
+
+%all-reduce-scatter.1 (input.1: f32[8,64]) -> f32[8,16] {
+  %input.1 = f32[8,64]{1,0} parameter(0)
+  %all-reduce.1 = f32[8,64]{1,0:T(8,128)} all-reduce(%input.1), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+
+%body (p: (f32[8,16])) -> (f32[8,16]) {
+  %fusion.1 = f32[8,16]{1,0:T(8,128)} fusion(%p.1), kind=kCustom, calls=%all-reduce-scatter.1
+  %ag = bf16[4,2,8]{2,1,0:T(8,128)(2,1)} all-gather(%copy), channel_id=1, dimensions={1}
+  ROOT %fusion.2 = f32[8,16]{1,0} fusion(%p.1), kind=kLoop, calls=%fused_computation.1
+}
+
+ENTRY %main (p0: f32[4]) -> f32[] {
+  %start = (bf16[24,4]{1,0:T(8,128)(2,1)}, bf16[24,4]{1,0}, u32[]{:S(2)}) collective-permute-start(%slice.1)
+  %done = bf16[24,4]{1,0:T(8,128)(2,1)} collective-permute-done(%start)
+  %all-reduce.2 = (f32[]{:T(128)}, pred[3]{0}) all-reduce(%a, %b), channel_id=3, to_apply=%add
+  all-reduce.3 = s8[10]{0} all-reduce(c), to_apply=add
+  ROOT %rs = f8e4m3fn[6]{0} reduce-scatter(%d), dimensions={0}
+}
+"""
+
+
+def test_collectives_count_the_bytes_of_results():
+    assert read_collectives(HLO) == (
+        Collective("all-gather", 1, 4 * 2 * 8 * 2),
+        Collective("all-reduce", 2, 4 + 3 + 10),
+        Collective("collective-permute", 1, 24 * 4 * 2),
+        Collective("reduce-scatter", 2, 8 * 16 * 4 + 6),
+    )
+
+
+def test_program_without_collectives_has_none():
+    assert (
+        read_collectives(
+            "ENTRY %main (p0: f32[4]) -> f32[4] {\n  ROOT %p0 = f32[4]{0} parameter(0)\n}\n"
+        )
+        == ()
+    )
+
+
+def test_plan_survives_json():
+    plan = CompiledPlan(
+        "v5p:8x8x4",
+        "blockwise",
+        False,
+        100,
+        20,
+        21,
+        19,
+        1.5,
+        300,
+        (Collective("all-gather", 2, 64),),
+        "0.12.0.1",
+        "0.0.50.1",
+    )
+    assert plan.peak_nbytes == 100 + 20 + 2
+    assert plan.compiler == "jax 0.12.0.1, libtpu 0.0.50.1"
+    assert CompiledPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan

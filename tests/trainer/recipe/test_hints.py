@@ -1,4 +1,4 @@
-"""Hints of recipe errors: all errors are reported, and names of other trainers are translated."""
+"""Hints for keys of other trainers, and the page about them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trainer.recipe.test_errors import GOOD, error_of, replaced
+from tests.golden.make_recipe_errors import GOOD
+from tests.helpers.doc_tables import check_names, code_in, recipe_keys, table_rows
+from tests.trainer.recipe.test_errors import error_of, replaced
 from trainer.recipe import load_recipe, option_hint
 from trainer.recipe.formatting import example_value, to_toml
 from trainer.recipe.hints import (
     accepts,
     advice_for,
     correct_value,
+    guess_key,
     key_for_synonym,
     unknown_key_hint,
 )
+from trainer.recipe.hints import option_hint as hint_of_option
 from trainer.recipe.key_types import alternatives
 from trainer.recipe.loading import MAX_SHOWN
 from trainer.recipe.other_trainers import ADVICE, NAMES, OTHER_VALUES, VALUE_NAMES
 from trainer.recipe.tables import KEY_SCHEMAS
 
+# Hints of recipe errors: all errors are reported, and names of other trainers are translated.
+
 LIBRARY_WORDS = re.compile(
     r"Input should|Field required|Extra inputs|type=|pydantic|tomllib|validation error",
     re.IGNORECASE,
 )
+
+
 OTHER_TRAINERS_RECIPE = """\
 learning_rate = 3e-4
 [model]
@@ -52,6 +60,8 @@ seq_len = 10
 [optimizer]
 b1 = "0.9"
 """
+
+
 OTHER_TRAINERS_ERRORS = [
     "x.toml:1: unknown key `learning_rate` - `lr = 3e-4` in [optimizer]",
     'x.toml:3: unknown key `model.model_name_or_path` - `path = "m"`',
@@ -304,3 +314,70 @@ def test_generation_hints_name_commands_of_migration_pages(key: str, command: st
 )
 def test_settings_of_peft_lead_to_the_keys_of_lora(key: str, value: Any, hint: str):
     assert hint in unknown_key_hint(key, value)
+
+
+# The page docs/how-to/coming-from.md: what it names exists, and hints for old names agree with it.
+
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "coming-from.md"
+
+
+# Titles of the first column in tables with settings.
+SETTING_TITLES = ("flag", "setting", "argument")
+
+
+# Titles of the first column in tables from tasks to commands and assignments with values.
+TASK_TITLES = ("redco", "what you do there")
+
+
+SETTING = re.compile(r"[a-z]\w*(\.\w+)*")
+
+
+KEY = re.compile(r"(?!prep\.)[a-z_]+\.[a-z_]+( = .*)?")
+
+
+NO_COUNTERPART = ("not needed", "not supported")
+
+
+# Setting of another system, and the cell with its counterparts.
+SETTINGS = [
+    (setting, cells[1])
+    for title, cells in table_rows(PAGE)
+    if title in SETTING_TITLES and cells[0].startswith("`")
+    for setting in code_in(cells[0])
+]
+
+
+def test_each_system_has_a_section():
+    sections = re.findall(r"^## (.*)", PAGE.read_text(), re.MULTILINE)
+    others = ["MaxText", "Levanter", "torchtitan", "torchtune", "llama.cpp and GGUF"]
+    assert sections == [
+        *others, "GPT-Neo example", "llamabpt", "EasyLM", "redco", "flaxlm and JAXSeq",
+    ]  # fmt: skip
+    assert len(SETTINGS) > 250
+    assert all(SETTING.fullmatch(setting) for setting, _ in SETTINGS)
+
+
+def test_keys_and_commands_of_the_settings_exist(capsys: pytest.CaptureFixture[str]):
+    for title, cells in table_rows(PAGE):
+        if title in (*SETTING_TITLES, "in the script", "program"):
+            assert code_in(cells[1]) or cells[1] in NO_COUNTERPART, cells
+            check_names(code_in(cells[1]), capsys)
+
+
+def test_keys_and_commands_of_the_tasks_exist(capsys: pytest.CaptureFixture[str]):
+    for title, cells in table_rows(PAGE):
+        if title in TASK_TITLES:
+            names = code_in(cells[1])
+            check_names([name for name in names if KEY.fullmatch(name)], capsys)
+            check_names([name for name in names if name.startswith("prep ")], capsys)
+
+
+def test_hint_for_a_setting_agrees_with_the_page():
+    for setting, counterparts in SETTINGS:
+        keys, advice = recipe_keys(code_in(counterparts)), advice_for(setting)
+        assert advice or keys, f"{setting} has neither a key nor advice"
+        if advice:
+            assert not keys or any(f"`{key}" in advice for key in keys), setting
+        elif setting not in KEY_SCHEMAS:
+            assert guess_key(setting) in keys, setting
+            assert hint_of_option(f"--{setting}", ""), setting

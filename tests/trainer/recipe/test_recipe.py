@@ -1,4 +1,4 @@
-"""Valid recipes: loading them, and writing the complete recipe."""
+"""Recipes: their tables, files and overrides."""
 
 from __future__ import annotations
 
@@ -13,19 +13,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prepcli.core.errors import PrepError
+from prepcli.core.errors import FAILED, USAGE, PrepError, UsageError
 from prepcli.models import mesh
-from trainer.recipe import batch_shape, load_recipe, recipe_to_toml, schema
-from trainer.recipe.conflicts import CHAT_KEYS, COLUMN_USES, NOISE_KEYS
+from tests.golden.make_recipe_errors import GOOD
+from trainer.recipe import batch_shape, complete_recipe, load_recipe, recipe_to_toml, schema
+from trainer.recipe.conflicts import CHAT_KEYS, COLUMN_USES, NOISE_KEYS, check_wandb_table
 from trainer.recipe.docs_page import render_page
 from trainer.recipe.formatting import example_value, to_toml
 from trainer.recipe.key_types import KeySchema, alternatives
+from trainer.recipe.loading import RawRecipe, read_recipe
 from trainer.recipe.lr_schedule import DECAYS
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AdamWTable
 from trainer.recipe.tables import KEY_SCHEMAS, Cluster, key_schemas_of, value_of
 from trainer.recipe.text_fields import DEFAULT_FIELDS, SIGNS
 
+# Valid recipes: loading them, and writing the complete recipe.
+
 ROOT = Path(__file__).parents[3]
+
+
 SMALL = """\
 [model]
 path = "tiny-init"
@@ -229,14 +235,24 @@ def test_schema_is_strict_json_schema():
 
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)
+
+
 PATHS = TEXTS.filter(lambda text: "${" not in text and not text.startswith("~"))
+
+
 NAMES = st.from_regex(r"[^\s./\\\x00-\x1f\x7f-][^/\\\x00-\x1f\x7f]*", fullmatch=True).filter(
     lambda t: t.isprintable()
 )
+
+
 # Keys that only one schedule has.
 SCHEDULE_KEYS = [f"optimizer.{key}" for decay in DECAYS.values() for key in decay.keys]
+
+
 # Keys of a random start. They replace `model.path`.
 START_KEYS = ("model.init", "model.preset", "model.config")
+
+
 TEXT_LISTS = (
     "data.loss",
     "data.path",
@@ -247,8 +263,12 @@ TEXT_LISTS = (
     "optimizer.decay_include",
     "log.samples",
 )
+
+
 # Keys with examples that conflict with other defaults.
 SAVE_KEYS = ("train.eval_every_epochs", "checkpoint.every_epochs", "checkpoint.dtype")
+
+
 VALUES_BY_KEY = {
     "model.overrides": st.dictionaries(
         NAMES, st.integers(1, 2**20) | TEXTS, min_size=1, max_size=2
@@ -295,6 +315,7 @@ VALUES_BY_KEY = {
     ),
 }
 
+
 SCHEDULES_WITH_KEYS: list[dict[str, Any]] = [
     {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": 1},
     {
@@ -304,6 +325,7 @@ SCHEDULES_WITH_KEYS: list[dict[str, Any]] = [
     },
     {"optimizer.schedule": "cosine_restarts", "optimizer.cycles": 1},
 ]
+
 
 LORA_VALUES: list[dict[str, Any]] = [
     {},
@@ -518,3 +540,118 @@ def test_floats_beyond_float32_are_rejected(small: Path):
 
 def test_intervals_beyond_int32_are_accepted(small: Path):
     assert load_recipe(small, [f"checkpoint.every={10**12}"]).recipe.checkpoint.every == 10**12
+
+
+# Recipe files that do not exist, cannot be read, or are not recipes.
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_missing_recipe_suggests_similar_name():
+    Path("llama-7b.toml").write_text(GOOD)
+    with pytest.raises(PrepError) as caught:
+        load_recipe(Path("lama-7b.toml"))
+    assert (
+        str(caught.value)
+        == "lama-7b.toml does not exist - a recipe is a TOML file - did you mean `llama-7b.toml`?"
+    )
+    with pytest.raises(PrepError) as caught:
+        load_recipe(Path("no/where.toml"))
+    assert (
+        str(caught.value)
+        == "no/where.toml does not exist - a recipe is a TOML file - `prep recipes` lists recipes"
+    )
+    assert caught.value.code == USAGE
+
+
+def test_folder_is_rejected_as_recipe():
+    Path("llama-7b.toml").write_text(GOOD)
+    with pytest.raises(PrepError) as caught:
+        load_recipe(Path("."))
+    assert (
+        str(caught.value)
+        == ". is a folder - a recipe is a TOML file - recipes in it: llama-7b.toml"
+    )
+
+
+@pytest.mark.parametrize("file", ["config.json", "prep-manifest.json", "_METADATA"])
+def test_checkpoint_as_recipe_hints_at_model_path(file: str):
+    Path("init").mkdir()
+    Path("init", file).write_text("{}")
+    with pytest.raises(PrepError) as caught:
+        load_recipe(Path("init"))
+    assert str(caught.value) == (
+        "init is a checkpoint - a recipe is a TOML file"
+        ' - `prep.train("RECIPE.toml", overrides="model.path=init")`; `prep recipes` lists recipes'
+    )
+
+
+def test_io_error_is_not_a_usage_error():
+    name = "x" * 300
+    with pytest.raises(PrepError) as caught:
+        load_recipe(Path(name))
+    assert (
+        str(caught.value)
+        == f"{name} cannot be read - File name too long - check the path and its permissions"
+    )
+    assert caught.value.code == FAILED
+
+
+def test_byte_order_mark_and_crlf_are_accepted():
+    Path("x.toml").write_bytes(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode())
+    assert load_recipe(Path("x.toml")).recipe.mesh == "1,2,4"
+
+
+def test_invalid_file_name_requires_a_name():
+    Path(".toml").write_text(GOOD)
+    with pytest.raises(PrepError) as caught:
+        load_recipe(Path(".toml"))
+    assert caught.value.what == '.toml: `name` is ".toml"'
+    assert load_recipe(Path(".toml"), ["name=x"]).recipe.name == "x"
+
+
+def test_complete_recipe_needs_no_file():
+    Path("x.toml").write_text(GOOD)
+    tables = read_recipe(Path("x.toml")).tables
+    loaded = complete_recipe(RawRecipe(Path("other.toml"), tables), ["seed=7"])
+    assert (loaded.recipe.name, loaded.recipe.seed) == ("other", 7)
+    with pytest.raises(PrepError) as caught:
+        complete_recipe(RawRecipe(Path("other.toml"), {**tables, "seeds": 1}))
+    assert caught.value.what == "other.toml: unknown key `seeds`"
+
+
+# The table `log.wandb` of a recipe.
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "llama-7b.toml"
+
+
+def test_wandb_table_is_kept_as_written():
+    table = 'log.wandb={ project = "p", tags = ["a"], offline = true }'
+    assert load_recipe(RECIPE, [table]).recipe.log.wandb == {
+        "project": "p",
+        "tags": ["a"],
+        "offline": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("table", "what"),
+    [
+        ({}, "has no `project`"),
+        ({"project": "p", "ofline": True}, "unknown key `ofline`"),
+        ({"project": 3}, "`project` in `log.wandb` is 3"),
+        ({"project": "p", "offline": 1}, "`offline`"),
+        ({"project": "p", "tags": "a"}, "`tags`"),
+    ],
+)
+def test_invalid_wandb_tables_are_refused(table: dict[str, Any], what: str):
+    with pytest.raises(UsageError, match=what):
+        check_wandb_table(table)
+
+
+def test_invalid_wandb_table_is_reported_with_its_line():
+    with pytest.raises(UsageError, match=r"unknown key `grup` in `log\.wandb`"):
+        load_recipe(RECIPE, ['log.wandb={ project = "p", grup = "x" }'])

@@ -1,7 +1,8 @@
-"""Rotary embeddings of a recipe, as changes of a model's config."""
+"""Overrides of rotary embeddings, data sources and the description of a recipe."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,24 @@ from tests.helpers.tiny_configs import (
     ROPES,
     T5,
 )
+from tests.helpers.training_plans import RECIPE, load_text
 from trainer.nn.attention_mask import inverse_frequencies
+from trainer.recipe import LoadedRecipe, load_recipe, recipe_to_toml
+from trainer.recipe.data_table import split_sources
+from trainer.recipe.description import data_lines, recipe_lines
 from trainer.recipe.rope_overrides import RopeOverrides, check_rope_scaling, override_rope
 
+# Rotary embeddings of a recipe, as changes of a model's config.
+
 YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+
+
 VERSION_5 = LIVE["gpt_neox-version-5"]  # has rope_parameters with theta and partial_rotary_factor
 
 
@@ -278,3 +291,283 @@ def test_check_rope_scaling_rejects_invalid_tables(scaling: dict[str, Any], what
 @pytest.mark.parametrize("scaling", [YARN, LLAMA3, DYNAMIC, LONG_ROPE, {"rope_type": "default"}])
 def test_check_rope_scaling_accepts_published_tables(scaling: dict[str, Any]):
     check_rope_scaling(scaling)
+
+
+# The tables of `data.sources`: each has the keys of its dataset, and errors name the table and the key.
+
+SOURCES_RECIPE = """
+[model]
+path = "m"
+[data]
+seq_length = 8
+bad_lines = 3
+{data}
+[batch]
+size = 4
+[optimizer]
+lr = 1e-3
+[train]
+steps = 10
+"""
+
+
+TWO = """\
+[[data.sources]]
+name = "wiki"
+path = "~/wiki.jsonl"
+weight = 3
+[[data.sources]]
+name = "chat"
+path = ["${FOLDER}/a.csv", "b.csv"]
+weight = 0.5
+type = "csv"
+format = "chat"
+bad_lines = 0
+"""
+
+
+@pytest.fixture
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("FOLDER", "/data")
+
+
+def load(folder: Path, data: str) -> LoadedRecipe:
+    """Load a recipe with this `[data]`."""
+    (folder / "x.toml").write_text(SOURCES_RECIPE.replace("{data}", data))
+    return load_recipe(folder / "x.toml")
+
+
+@pytest.mark.usefixtures("_environment")
+def test_sources_inherit_keys_of_the_data_table(tmp_path: Path):
+    (wiki, first), (chat, second) = split_sources(load(tmp_path, TWO).recipe.data)
+    assert wiki is not None
+    assert chat is not None
+    assert [(source.name, source.weight) for source in (wiki, chat)] == [("wiki", 3), ("chat", 0.5)]
+    assert (first.path, first.type, first.fields, first.bad_lines) == (
+        ("/home/me/wiki.jsonl",),
+        "auto",
+        None,
+        3,
+    )
+    assert (second.path, second.type, second.bad_lines) == (("/data/a.csv", "b.csv"), "csv", 0)
+    assert (second.format, second.fields) == ("chat", "messages")
+    assert first.sources is second.sources is None
+
+
+@pytest.mark.usefixtures("_environment")
+def test_sources_without_columns_have_no_fields(tmp_path: Path):
+    data = load(
+        tmp_path, 'fields = "body"\n' + TWO.replace("weight = 3", 'weight = 3\ntype = "text"')
+    ).recipe.data
+    assert [part.fields for _, part in split_sources(data)] == [None, "messages"]
+    pairs = TWO.replace('format = "chat"', 'fields = "[a], b"')
+    data = load(tmp_path, pairs).recipe.data
+    assert [part.fields for _, part in split_sources(data)] == [None, "[a], b"]
+
+
+@pytest.mark.usefixtures("_environment")
+def test_data_with_a_path_is_one_source(tmp_path: Path):
+    data = load(tmp_path, 'path = "a.txt"').recipe.data
+    assert list(split_sources(data)) == [(None, data)]
+
+
+@pytest.mark.usefixtures("_environment")
+def test_written_recipe_reads_back_equal_sources(tmp_path: Path):
+    loaded = load(tmp_path, TWO)
+    (tmp_path / "y.toml").write_text(recipe_to_toml(loaded.recipe, loaded.origins))
+    assert load_recipe(tmp_path / "y.toml").recipe == loaded.recipe
+
+
+@pytest.mark.usefixtures("_environment")
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("", "x.toml:4: `data.path` is missing"),
+        (
+            TWO.replace("weight = 3", "wieght = 3"),
+            "table 1 of `data.sources`: unknown key `wieght` - did you mean",
+        ),
+        (
+            TWO.replace('name = "chat"\n', ""),
+            "table 2 of `data.sources`: `name` is missing - it takes text: name in",
+        ),
+        (
+            TWO.replace("weight = 3", "weight = 0"),
+            "table 1 of `data.sources`: `weight` is 0 - it takes a number > 0",
+        ),
+        (
+            TWO.replace('name = "chat"', 'name = "wiki"'),
+            "two tables of `data.sources` have the name 'wiki'",
+        ),
+        (
+            TWO.replace("weight = 3\n", ""),
+            "only some tables of `data.sources` have a weight - without one: wiki",
+        ),
+        (
+            TWO.replace("weight = 3", 'weight = 3\nfields = "a,"'),
+            'source `wiki`: `data.fields` is "a," - a field is empty',
+        ),
+        (
+            TWO.replace("weight = 3", 'weight = 3\ntype = "text"\nfields = "a"'),
+            'source `wiki`: `data.fields` is "a" - it names a column of json objects, but `data.type` is text',
+        ),
+        ('path = "a.txt"\n' + TWO, '`data.path` is ["a.txt"] - `data.sources` names the datasets'),
+        ("sources = []", "`data.sources` is []"),
+        ('sources = ["a"]', '`data.sources` is ["a"]'),
+        (
+            "holdout = 0.1\n" + TWO.replace("weight = 3", 'weight = 3\neval_path = "v.txt"'),
+            "`data.holdout` is 0.1, and tables of `data.sources` have evaluation data of their own",
+        ),
+        (
+            TWO.replace("${FOLDER}", "${NOT_SET_ANYWHERE}"),
+            "`data.sources` needs the environment variable",
+        ),
+    ],
+)
+def test_error_names_the_invalid_source_table(tmp_path: Path, data: str, message: str):
+    with pytest.raises(PrepError) as caught:
+        load(tmp_path, data)
+    assert message in str(caught.value)
+
+
+# Sentences about the settings of a recipe.
+
+CHAT = ("data.type=json", "data.format=chat")
+
+
+SCHEDULE = "learning rate 0.001, linear to 0 at step 20"
+
+
+def described(folder: Path, *overrides: str, text: str = RECIPE) -> list[str]:
+    return list(recipe_lines(load_text(folder, *overrides, text=text)))
+
+
+def test_recipe_without_settings_has_its_schedule_alone(tmp_path: Path):
+    assert described(tmp_path) == [SCHEDULE]
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (CHAT, "loss on the turns of the assistant"),
+        ((*CHAT, "data.loss=last"), "loss on the last turn of the assistant"),
+        ((*CHAT, "data.loss=all"), "loss on all turns"),
+        ((*CHAT, "data.loss=['user', 'tool']"), "loss on the turns of user, tool"),
+        (
+            (*CHAT, "data.loss_reasoning=false"),
+            "loss on the turns of the assistant without their reasoning",
+        ),
+        (
+            (*CHAT, "data.fields=[prompt], completion"),
+            "loss on the turns of the assistant, none on [prompt]",
+        ),
+        (("data.type=json", "data.format=alpaca"), "loss on the turns of the assistant"),
+        (
+            ("data.type=json", "data.format=question_answer"),
+            "loss on answer, none on [question]",
+        ),
+        (
+            ("data.type=json", "data.fields=[a+b],c,[d],e"),
+            "loss on c, e, none on [a+b], [d]",
+        ),
+        (
+            ("data.type=json", "data.fields_from_example=fields"),
+            "loss on the fields of each example outside of brackets",
+        ),
+        (
+            ("data.type=json",),
+            "loss on the turns of the assistant, on completions or on all of a text, as the columns of the data tell",
+        ),
+        (
+            (*CHAT, "data.overlong=truncate_prompt"),
+            "records of more than 16 tokens lose the start of their prompt",
+        ),
+        (("data.overlong=drop",), "records of more than 16 tokens are left out"),
+        (("train.eval_every=500", "data.holdout=0.1"), "evaluation every 500 steps"),
+        (
+            ("train.eval_every=5", "eval.stride=8", "eval.patience=3", "data.holdout=0.1"),
+            "evaluation every 5 steps on windows with stride 8; the run ends after 3 without a better eval_loss",
+        ),
+        (
+            (
+                *("train.eval_every_epochs=0.5", "eval.patience=2", "data.holdout=0.1"),
+                "checkpoint.best=eval_accuracy",
+            ),
+            "evaluation every 0.5 epochs; the run ends after 2 without a better eval_accuracy",
+        ),
+    ],
+)
+def test_settings_of_a_recipe_are_described(tmp_path: Path, settings: tuple[str, ...], line: str):
+    lines = described(tmp_path, *settings)
+    assert lines[0] == SCHEDULE
+    assert line in lines[1:]
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            ("optimizer.warmup_steps=2", "optimizer.schedule=wsd", "optimizer.cooldown_steps=5"),
+            "learning rate 0.001, linear warm-up from 0 in 2 steps,"
+            " constant, linear to 0 in the last 5 steps before step 20",
+        ),
+        (
+            ("optimizer.schedule=cosine_restarts", "optimizer.cycles=4"),
+            "learning rate 0.001, 4 cosines to 0 until step 20",
+        ),
+        (("optimizer.schedule=constant",), "learning rate 0.001, constant"),
+    ],
+)
+def test_schedule_is_described(tmp_path: Path, settings: tuple[str, ...], line: str):
+    assert described(tmp_path, *settings) == [line]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "settings", "line"),
+    [
+        ("3", (), "linear to 0 over 3 epochs"),
+        ("1", ("optimizer.schedule=constant",), "constant over 1 epoch"),
+        (
+            "1",
+            ("optimizer.type=palm", "optimizer.schedule=linear"),
+            "linear warm-up from 0 in 10,000 steps, linear to 0 over 1 epoch",
+        ),
+        (
+            "2",
+            ("optimizer.schedule=cosine", "optimizer.end_lr=1e-4", "optimizer.warmup_ratio=0.03"),
+            "linear warm-up from 0 in 3 % of the steps, cosine to 0.0001 over 2 epochs",
+        ),
+        (
+            "2",
+            ("optimizer.warmup_steps=1000", "optimizer.decay_steps=5000"),
+            "linear warm-up from 0 in 1,000 steps, linear to 0 at step 5,000 over 2 epochs",
+        ),
+    ],
+)
+def test_schedule_of_epochs_is_described(
+    tmp_path: Path, epochs: str, settings: tuple[str, ...], line: str
+):
+    text = RECIPE.replace("steps = 20", f"epochs = {epochs}")
+    assert described(tmp_path, *settings, text=text) == [f"learning rate 0.001, {line}"]
+
+
+def test_sources_with_other_tokens_with_loss_are_named(tmp_path: Path):
+    sources = "".join(
+        f'[[data.sources]]\nname = "{name}"\npath = "{name}.jsonl"\ntype = "json"\n{keys}\n'
+        for name, keys in (
+            ("near", 'format = "chat"'),
+            ("far", 'format = "sharegpt"'),
+            ("plain", 'format = "text"'),
+        )
+    )
+    text = RECIPE.replace('type = "text"\npath = "train.txt"\n', "")
+    text = text.replace("[batch]", f"{sources}[batch]")
+    assert described(tmp_path, text=text)[1:] == ["near, far: loss on the turns of the assistant"]
+    same = text.replace('format = "text"', 'format = "alpaca"')
+    assert described(tmp_path, text=same)[1:] == ["loss on the turns of the assistant"]
+
+
+def test_read_data_has_no_line_about_unknown_columns(tmp_path: Path):
+    recipe = load_text(tmp_path, "data.type=json")
+    assert list(data_lines(recipe.data, is_read=True)) == []

@@ -1,21 +1,42 @@
-"""The form in which runs keep their recipes: runs resume only if it stays readable and equal."""
+"""Recipes as TOML and as text."""
 
 from __future__ import annotations
 
 import hashlib
+import shlex
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trainer.recipe import load_recipe, recipe_to_toml
+from trainer.recipe.formatting import (
+    key_line_numbers,
+    override_argument,
+    parse_override_value,
+    to_toml,
+)
+from trainer.recipe.hints import accepts, override_hint
+from trainer.recipe.key_types import KeySchema
+from trainer.recipe.loading import RawRecipe, apply_overrides
+from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
+
+# The form in which runs keep their recipes: runs resume only if it stays readable and equal.
 
 RECIPES = Path(__file__).parents[3] / "recipes"
+
+
 # SHA-256 of the complete recipes.
 DIGESTS = {
     "flan-t5-base.toml": "125f3c8ca78a6e240286a2962c90124bd555cac525cd64b7adc243f1cc370abc",
     "gpt-neo-1.3b.toml": "9f23b87a348e23f813824c3dfad897fad01b4b578805ff05a6767f305ddf69cd",
     "llama-7b.toml": "6a7d2c054fb164929d38972474487ef1eeb9de7f46d1a051af1aefff09836bd0",
 }
+
+
 # Keys added to prep after the digests were taken.
 ADDED_KEYS = (
     *("ffn_chunk_size", "attention_kernel", "q_chunk_size", "k_chunk_size"),
@@ -55,7 +76,11 @@ ADDED_KEYS = (
     *("eval_every_epochs", "profile", "every_epochs", "milestones", "best", "export_every", "push"),
     *("checkpoint.dtype", "checkpoint.storage"),
 )
+
+
 ADDED_TABLES = ("loss", "log", "lora")
+
+
 # Text now -> the text in the digests, and the recipes with this text.
 CHANGED_DEFAULTS = {
     "# head_chunk_size: chosen for the devices": ("head_chunk_size = 512", {*DIGESTS}),
@@ -64,6 +89,8 @@ CHANGED_DEFAULTS = {
         {"gpt-neo-1.3b.toml"},
     ),
 }
+
+
 STORED = """\
 name = "flan-t5-base"
 seed = 32
@@ -294,3 +321,205 @@ def test_complete_recipe_keeps_rules(tmp_path: Path, rules: tuple[str, ...]):
     loaded = load_recipe(RECIPES / "llama-7b.toml", [f"rules={list(rules)}"])
     (tmp_path / "recipe.toml").write_text(recipe_to_toml(loaded.recipe, loaded.origins))
     assert load_recipe(tmp_path / "recipe.toml").recipe.rules == rules
+
+
+# Values as TOML: reading back, lines of keys, and values of `--set` after a shell has removed their quotes.
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a\x7fb",
+        "\x00\x1f\t\n\r",
+        'quote " and \\ backslash',
+        "\u2028 \U0001f600",
+        {"a b": 1, "a.b": 2, "": 3, "plain-key_1": 4},
+        [0.0025, 2e-05, 0.00025, -1e-300, 1e300],
+        [True, False, 1],
+    ],
+    ids=ascii,
+)
+def test_to_toml_reads_back(value: object):
+    assert tomllib.loads(f"value = {to_toml(value)}") == {"value": value}
+
+
+DOCUMENT = '''\
+# a comment with [model] in it
+name = "x"
+
+  [model]  # and here
+path = """
+[data]
+type = 1
+"""
+data.deep.er = 3
+[data]
+path = [
+  "a = 1",   # = ]
+  "b",
+]
+inline = { a = 1, "b c" = { d = 2 } }
+[[tables]]
+x = 1
+'''
+
+
+def test_key_line_numbers_finds_keys_and_tables():
+    assert key_line_numbers(DOCUMENT) == {
+        "name": 2,
+        "model": 4,
+        "model.path": 5,
+        "model.data": 9,
+        "model.data.deep": 9,
+        "model.data.deep.er": 9,
+        "data": 10,
+        "data.path": 11,
+        "data.inline": 15,
+        "tables": 16,
+        "tables.x": 17,
+    }
+
+
+@given(st.lists(st.text() | st.lists(st.text()) | st.dictionaries(st.text(), st.integers())))
+def test_keys_after_any_value_have_line_numbers(values: list[object]):
+    lines = key_line_numbers("\n".join(f"k{i} = {to_toml(v)}" for i, v in enumerate(values)))
+    assert lines == {f"k{number}": number + 1 for number in range(len(values))}
+
+
+LISTS = """\
+a = [
+  [1],
+  [ "b" ]
+]
+"c" = 1
+[ d . "e" ]
+f = { g = [
+  1 ] }
+"""
+
+
+def test_lines_of_nested_lists_are_no_tables():
+    assert key_line_numbers(LISTS) == {"a": 1, "c": 5, "d": 6, "d.e": 6, "d.e.f": 7}
+
+
+QUOTES = '''\
+a = """x""""
+b = """
+y"""""
+c = ""
+d = """"""
+e = "\\\\"
+f = 'it ends in \\'
+g = 1
+'''
+
+
+def test_strings_that_end_in_quotes_have_line_numbers():
+    assert key_line_numbers(QUOTES) == {"a": 1, "b": 2, "c": 4, "d": 5, "e": 6, "f": 7, "g": 8}
+
+
+TEXTS = (
+    *(
+        "true",
+        "8",
+        "1e5",
+        "nan",
+        "2024-01-01",
+        "1,8,1",
+        "all",
+        "a/b.txt",
+        "a b",
+        " a ",
+        "a=b",
+        "a;b",
+        "#a",
+        "{}",
+    ),
+    *(
+        "[1]",
+        "[a]",
+        "[a], b",
+        "'x'",
+        '"x"',
+        "''",
+        'a"b',
+        "a'b",
+        "a\\b",
+        "$HOME",
+        "${A}/b",
+        "!x",
+        "~/x",
+        "*.txt",
+        "é",
+    ),
+)
+
+
+VALUES: tuple[Any, ...] = (*TEXTS, 8, 0.5, 1e-8, True, False, ["a", "b"], ["1"], ["a b"])
+
+
+TEXT_OR_BOOLEAN: KeySchema = {
+    "description": "text or a boolean",
+    "anyOf": [{"type": "boolean"}, {"type": "string"}],
+}
+
+
+def test_set_option_reads_back_equal():
+    for key in KEY_SCHEMAS:
+        for value in VALUES:
+            if accepts(key, value):
+                argument = shlex.split(override_hint(key, to_toml(value))[1:-1])
+                assert (argument[0], len(argument)) == ("--set", 2), argument
+                raw = RawRecipe(Path("x.toml"), {name: {} for name in TABLE_NAMES})
+                overridden, diagnostics = apply_overrides(raw, argument[1:])
+                assert not diagnostics
+                assert overridden.get(key) == value
+
+
+@pytest.mark.parametrize("text", ["true", "false"])
+def test_text_that_looks_like_a_boolean_keeps_its_quotes(text: str):
+    """A key that takes both needs the quotes of a text."""
+    argument = override_argument("key", f'"{text}"', TEXT_OR_BOOLEAN)
+    assert argument == f"key='\"{text}\"'"
+    assert parse_override_value(shlex.split(argument)[0].partition("=")[2], TEXT_OR_BOOLEAN) == text
+    assert override_argument("key", text, TEXT_OR_BOOLEAN) == f"key={text}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "argument"),
+    [
+        ("name", "true", "name=true"),
+        ("mesh", "1,8,1", "mesh=1,8,1"),
+        ("checkpoint.keep", "all", "checkpoint.keep=all"),
+        ("data.source_prefix", "summarize: it", 'data.source_prefix="summarize: it"'),
+        ("data.source_prefix", "summarize: ", "data.source_prefix='\"summarize: \"'"),
+        ("data.path", ["a", "b"], """data.path='["a", "b"]'"""),
+        ("data.path", "$HOME/x", "data.path='\"$HOME/x\"'"),
+        ("optimizer.lr", 2e-5, "optimizer.lr=2e-5"),
+    ],
+)
+def test_override_argument_has_only_needed_quotes(key: str, value: Any, argument: str):
+    assert override_argument(key, to_toml(value), KEY_SCHEMAS[key]) == argument
+
+
+def test_numbers_for_a_list_of_numbers_are_not_text():
+    assert parse_override_value("0.1", KEY_SCHEMAS["model.fcm_ratio"]) == 0.1
+    assert parse_override_value("8", KEY_SCHEMAS["data.path"]) == "8", "a key of texts"
+
+
+@pytest.mark.parametrize(
+    "text", ["data.config=", 'data.config=""', "data.config=a", "data.config=''"]
+)
+def test_empty_value_removes_a_key_that_may_be_absent(text: str):
+    raw = RawRecipe(Path("x.toml"), {"data": {"config": "en", "split": "train"}})
+    overridden, diagnostics = apply_overrides(raw, ["data.config=de", text, "data.source_length="])
+    assert not diagnostics
+    assert overridden.tables["data"] == {"split": "train"} | (
+        {"config": "a"} if text.endswith("a") else {}
+    )
+    assert overridden.overridden_keys == ({"data.config"} if text.endswith("a") else set())
+
+
+def test_empty_value_of_a_required_key_is_kept():
+    overridden, _ = apply_overrides(RawRecipe(Path("x.toml"), {"mesh": "1,1,1"}), ["mesh="])
+    assert overridden.get("mesh") == ""

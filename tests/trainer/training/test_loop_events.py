@@ -1,8 +1,11 @@
-"""Events between the steps of a loop: saves by epochs, milestones, the best step, casts and profiles."""
+"""Events between the steps of a loop: saves, casts, profiles, samples, and stop signals."""
 
 from __future__ import annotations
 
 import math
+import queue
+import threading
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,29 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import PrepError
+from prepcli.core.worker_thread import run_abandonable
 from tests.helpers import runs
+from tests.helpers.training_folder import write_tokenizer
+from tests.helpers.waiting import MAX_S
+from tests.trainer.training.test_samples import make_sampler
+from trainer.data.tokenizer import load_tokenizer
 from trainer.training import loop as loop_module
-from trainer.training.checkpoint import count_changed_values
-from trainer.training.events import StepProfiler, is_due
-from trainer.training.logs import MetricsFileLog
+from trainer.training.checkpoint import count_changed_values, restore_state
+from trainer.training.events import (
+    NO_MISSING_EVENTS,
+    EventTimes,
+    MissingEvents,
+    StepProfiler,
+    is_due,
+    num_due,
+)
+from trainer.training.logs import MetricsFileLog, SamplesFileLog
 from trainer.training.loop import Loop
-from trainer.training.metrics import METRICS_FILE
+from trainer.training.metrics import METRICS_FILE, read_metrics
+from trainer.training.samples import Sampler
+from trainer.training.setup import LoopConfig
+
+# Events between the steps of a loop: saves by epochs, milestones, the best step, casts and profiles.
 
 
 def run_loop(
@@ -234,3 +253,268 @@ def test_failed_profile_does_not_end_the_run(
     profiler.before_step(2, lambda: None)
     profiler.stop()
     assert warnings == ["no profile was recorded: disk full"]
+
+
+# Stop signals between the steps of a loop: before and during evaluations and samples, and the resumed run.
+
+STEPS = 6
+
+
+SAMPLES_FILE = "samples.jsonl"
+
+
+@dataclass
+class StoppingLog(runs.RecordingLog):
+    """Log that gives the reason of a stop from an event on.
+
+    Attributes:
+        stop_phase: The phase of the event, e.g. `evaluate 4`.
+        stop_done: Number of finished batches or tokens of the phase.
+        events: Phases, and the steps whose saves were reported.
+    """
+
+    stop_phase: str = ""
+    stop_done: int = 0
+    reason: str = ""
+    phase: str = ""
+    events: list[str] = field(default_factory=list)
+
+    def on_phase(self, phase: str) -> None:
+        self.phase = phase
+        self.events.append(phase)
+        if phase == self.stop_phase and not self.stop_done:
+            self.reason = "SIGTERM"
+
+    def on_progress(self, done: int, total: int) -> None:
+        super().on_progress(done, total)
+        if self.phase == self.stop_phase and done >= self.stop_done:
+            self.reason = "SIGTERM"
+
+
+@dataclass
+class StartedRun:
+    """A run in a folder: its store, and the loop and the result of its last start."""
+
+    folder: Path
+    store: runs.MemoryStore = field(default_factory=runs.MemoryStore)
+
+    def start(
+        self,
+        job: LoopConfig,
+        *,
+        stop: tuple[str, int] = ("", 0),
+        missing: MissingEvents = NO_MISSING_EVENTS,
+    ) -> StoppingLog:
+        """Start or resume the run, up to a stop at a phase and its progress. Return its recording."""
+        steps = self.store.steps()
+        state = runs.make_state(job.setup)
+        if steps:
+            state = restore_state(self.store.open(steps[-1]), job.setup)
+        recording = StoppingLog(stop_phase=stop[0], stop_done=stop[1])
+        step = int(state["step"])
+        self.loop = Loop(
+            job,
+            state,
+            store=self.store,
+            logs=[
+                MetricsFileLog(self.folder / METRICS_FILE, step),
+                SamplesFileLog(self.folder / SAMPLES_FILE, step),
+                recording,
+            ],
+            missing_events=missing,
+        )
+        self.loop.run(lambda: recording.reason)
+        self.result = self.loop
+        return recording
+
+    def lines(self, name: str = METRICS_FILE) -> list[dict[str, Any]]:
+        """Return the log lines without the values that are measured."""
+        lines = read_metrics(self.folder / name)
+        return [
+            {key: value for key, value in line.items() if key not in ("seconds", "tokens_per_s")}
+            for line in lines
+        ]
+
+
+def make_job(**changes: Any) -> LoopConfig:
+    """Return a run with evaluations of five batches after each second step."""
+    options = {"steps": STEPS, "batch_size": 8, "eval_every": 2, **changes}
+    setup = runs.make_setup(accumulate=8)
+    return runs.make_job(setup, **options)
+
+
+@pytest.fixture
+def sampler(tmp_path: Path) -> Sampler:
+    write_tokenizer(tmp_path)
+    setup = runs.make_setup(accumulate=8)
+    return make_sampler(load_tokenizer(tmp_path), setup, max_new_tokens=20)
+
+
+@pytest.mark.parametrize("stop", [("evaluate 4", 0), ("evaluate 4", 3), ("evaluate 6", 2)])
+def test_stop_in_an_evaluation_keeps_all_steps(tmp_path: Path, stop: tuple[str, int]):
+    """The resumed run has the evaluation that was stopped, and ends as an undisturbed one."""
+    whole, cut = StartedRun(tmp_path / "whole"), StartedRun(tmp_path / "cut")
+    for run in (whole, cut):
+        run.folder.mkdir()
+    whole.start(make_job())
+    step = int(stop[0].split()[1])
+    recording = cut.start(make_job(), stop=stop)
+    assert (cut.result.step, cut.result.stop_reason) == (step, "SIGTERM")
+    assert cut.store.steps() == [step]
+    # No batch is computed after the signal.
+    assert recording.progress[-1] == (stop[1], 5)
+    assert [line["step"] for line in recording.evaluations] == list(range(0, step, 2))
+    cut.start(make_job(), missing=MissingEvents(evaluation=True))
+    assert not cut.result.stop_reason
+    assert cut.lines() == whole.lines()
+    assert runs.state_bytes(cut.loop.state) == runs.state_bytes(whole.loop.state)
+
+
+def test_due_step_is_saved_before_its_evaluation(tmp_path: Path):
+    run = StartedRun(tmp_path)
+    recording = run.start(make_job(save_every=2))
+    for step in (2, 4, 6):
+        events = recording.events
+        assert events.index(f"save {step}") < events.index(f"evaluate {step}")
+    assert recording.steps == [2, 4, 6]
+
+
+def test_best_step_is_saved_after_its_evaluation(tmp_path: Path):
+    """The loss is in the manifest. A signal during the evaluation saves the step without it."""
+    run = StartedRun(tmp_path)
+    job = make_job(save_every=2, saves_best=True)
+    run.start(job, stop=("evaluate 4", 3))
+    assert run.store.steps() == [2, 4]
+    assert "eval_loss" in run.store.open(2).manifest
+    assert "eval_loss" not in run.store.open(4).manifest
+
+
+def test_pending_stop_skips_the_first_evaluation(tmp_path: Path):
+    run = StartedRun(tmp_path)
+    recording = run.start(make_job(), stop=("compile", 0))
+    assert (run.result.step, run.result.stop_reason) == (0, "SIGTERM")
+    assert not recording.evaluations
+    assert not run.store.steps()
+
+
+def test_stop_in_samples_keeps_all_steps(tmp_path: Path, sampler: Sampler):
+    whole, cut = StartedRun(tmp_path / "whole"), StartedRun(tmp_path / "cut")
+    for run in (whole, cut):
+        run.folder.mkdir()
+    job = make_job(eval_every=0, sampler=sampler, sample_every=4)
+    whole.start(job)
+    cut.start(job, stop=("sample 4", 1))
+    assert (cut.result.step, cut.store.steps()) == (4, [4])
+    assert [line["step"] for line in cut.lines(SAMPLES_FILE)] == [0, 0]
+    cut.start(job, missing=MissingEvents(num_samples=2))
+    assert cut.lines(SAMPLES_FILE) == whole.lines(SAMPLES_FILE)
+    assert cut.lines() == whole.lines()
+
+
+def test_resumed_run_logs_only_missing_samples(tmp_path: Path, sampler: Sampler):
+    run = StartedRun(tmp_path)
+    job = make_job(eval_every=0, sampler=sampler, sample_every=4, stop_after=4)
+    run.start(job)
+    run.start(job, missing=MissingEvents(num_samples=1))
+    repeated = [line["prompt"] for line in run.lines(SAMPLES_FILE) if line["step"] == 4]
+    assert repeated == [*sampler.prompts, sampler.prompts[1]]
+
+
+def test_run_that_lacks_an_evaluation_compiles_no_step(tmp_path: Path):
+    run = StartedRun(tmp_path)
+    run.start(make_job(), stop=("evaluate 6", 1))
+    recording = run.start(make_job(), missing=MissingEvents(evaluation=True))
+    assert run.loop.compiled_step is None
+    assert [line["step"] for line in recording.evaluations] == [6]
+    assert run.store.steps() == [6]
+
+
+def test_missing_evaluation_is_compiled_once(tmp_path: Path):
+    run = StartedRun(tmp_path)
+    run.start(make_job(), stop=("evaluate 6", 1))
+    recording = StoppingLog()
+    job = make_job()
+    loop = Loop(
+        job,
+        restore_state(run.store.open(6), job.setup),
+        store=run.store,
+        logs=[MetricsFileLog(tmp_path / METRICS_FILE, 6), recording],
+        missing_events=MissingEvents(evaluation=True),
+    )
+    loop.compile()
+    loop.run()
+    assert recording.events.count("compile") == 1
+
+
+def test_evaluation_is_compiled_before_the_first_step(tmp_path: Path):
+    """A later compilation could outlast the time between a stop signal and a kill."""
+    job = make_job(eval_at_start=False)
+    recording = StoppingLog()
+    loop = Loop(
+        job,
+        runs.make_state(job.setup),
+        store=runs.MemoryStore(),
+        logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0), recording],
+    )
+    eval_step, phases = loop.eval_step, list[str]()
+
+    def record_phase(*arguments: Any) -> Any:
+        phases.append(recording.phase)
+        return eval_step(*arguments)
+
+    loop.eval_step = record_phase
+    loop.run()
+    assert phases[:2] == ["compile", "evaluate 2"]
+
+
+def test_abandoned_call_does_not_hold_its_caller():
+    """An exception of a signal ends the wait for a call that runs no Python code for long."""
+    may_end, has_ended = threading.Event(), queue.SimpleQueue[None]()
+
+    def call() -> None:
+        may_end.wait(MAX_S)
+        has_ended.put(None)
+
+    class SimpleQueue(queue.SimpleQueue[Any]):
+        def get(self, *_: Any, **__: Any) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("prepcli.core.worker_thread.queue.SimpleQueue", SimpleQueue)
+        with pytest.raises(KeyboardInterrupt):
+            run_abandonable(call)
+    may_end.set()
+    has_ended.get(timeout=MAX_S)
+
+
+def test_error_of_an_abandonable_call_is_raised():
+    def fail() -> None:
+        raise ValueError("no memory")
+
+    with pytest.raises(ValueError, match="no memory"):
+        run_abandonable(fail)
+
+
+@pytest.mark.parametrize("every", [0, 1, 4, 5, 12])
+def test_number_of_due_events_counts_the_last_step(every: int):
+    due = [step for step in range(3, 13) if is_due(step, every) or step == 12]
+    assert num_due(3, 12, every) == len(due)
+
+
+def test_remaining_time_has_evaluations_saves_and_samples(sampler: Sampler):
+    job = make_job(steps=10, eval_every=4, save_every=5, sampler=sampler, sample_every=10)
+    seconds = {"evaluate": 60.0, "save": 3.0, "write": 2.0, "sample": 7.0}
+    # Steps 3 to 10, evaluations after 4, 8 and 10, saves after 5 and 10, the write of the last save, and samples
+    assert job.remaining_s(2, step_s=2.0, seconds=seconds) == 16 + 180 + 6 + 2 + 7
+    # Before the first evaluation: five sequences of 8 in a step, and a third of the operations
+    assert job.remaining_s(2, step_s=2.0, seconds={}) == pytest.approx(16 + 3 * 2 * 5 / 8 / 3)
+
+
+def test_interrupted_events_are_not_measured():
+    now = [0.0]
+    times = EventTimes(lambda: now[0])
+    with times.measure("evaluate"):
+        now[0] = 5.0
+    with pytest.raises(KeyboardInterrupt), times.measure("evaluate"):
+        raise KeyboardInterrupt
+    assert times.seconds == {"evaluate": 5.0}

@@ -1,14 +1,26 @@
-"""The metrics file of a run, and the timer of its steps."""
+"""The metrics of a run: its file, its lines, the timer of its steps, and the utilization of its devices."""
 
 from __future__ import annotations
 
+import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from prepcli.core.errors import PrepError
+from prepcli.models.mesh import parse_mesh
+from prepcli.models.registry import family_of
+from prepcli.models.rules import DEFAULT_RULES
+from tests.helpers.training_plans import TINY, plan_text
+from trainer.distributed.sharding import ShardingContext, peak_memory_nbytes
+from trainer.nn.model_spec import build_model
+from trainer.planning.step_time import ACCELERATORS, JAX_KINDS, accelerator_of
 from trainer.training.events import StepTimer
+from trainer.training.logs import step_line
 from trainer.training.metrics import (
     MetricsWriter,
     metrics_file_name,
@@ -16,6 +28,9 @@ from trainer.training.metrics import (
     remove_other_metrics,
     repeated_lines,
 )
+from trainer.training.setup import peak_step_s
+
+# The metrics file of a run, and the timer of its steps.
 
 
 def test_metrics_writer_lines_are_visible_at_once(tmp_path: Path):
@@ -133,3 +148,102 @@ def test_remove_other_metrics_keeps_processes_that_log(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         {*names} - {"metrics.2.jsonl", "metrics.3.jsonl"}
     )
+
+
+# Lines of a run's log: means over the tokens of a step, and null where there is none.
+
+VALUES = {"loss": 6.0, "correct": 1.0, "weight": 4.0, "grad_norm": 2.0, "lr": 0.1, "skipped": 0.0}
+
+
+def test_step_line_has_means_over_tokens_with_loss():
+    line = step_line(3, {**VALUES, "z_loss": 2.0}, tokens=8)
+    assert (line["loss"], line["accuracy"], line.get("z_loss")) == (1.5, 0.25, 0.5)
+
+
+def test_step_line_without_tokens_with_loss_is_null():
+    empty = {"loss": 0.0, "correct": 0.0, "weight": 0.0, "z_loss": 0.0, "skipped": 1.0}
+    line = step_line(3, {**VALUES, **empty}, tokens=8)
+    assert (line["loss"], line["accuracy"], line.get("z_loss")) == (None, None, None)
+    assert line["skipped"] == 1
+
+
+# Model FLOPs utilization of a run.
+
+
+@dataclass
+class FakeDevice:
+    """A device with a kind and statistics of its memory."""
+
+    device_kind: str = "cpu"
+    stats: dict[str, int] | None = None
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return self.stats
+
+
+def sharding_of(*devices: FakeDevice) -> Any:
+    """Return a sharding over fake devices."""
+    mesh = SimpleNamespace(devices=SimpleNamespace(flat=devices), local_devices=devices)
+    return SimpleNamespace(
+        mesh=parse_mesh(f"{len(devices)},1,1"), device_mesh=mesh, rules=DEFAULT_RULES
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("lora.rank=4",),
+        ("lora.rank=4", "lora.modules_to_save=['head']"),
+        ("lora.rank=4", "lora.modules_to_save=['embed.tokens', 'head']"),
+        ("optimizer.freeze=layers.mlp.up.weight",),
+    ],
+    ids=str,
+)
+def test_mfu_counts_the_operations_of_the_plan(tmp_path: Path, overrides: tuple[str, ...]):
+    plan = plan_text(tmp_path, "mesh=2,1,1", *overrides)
+    family, lora = family_of(TINY), plan.recipe.lora.new_adapters
+    model = build_model(family, TINY, is_tied=False, lora=lora)
+    sharding = sharding_of(FakeDevice("NVIDIA H200"), FakeDevice("NVIDIA H200"))
+    peak_flops = 2 * ACCELERATORS["H200"].peak_flops
+    step_flops = plan.flops.model_flops_of_all_pairs
+    default_flops = plan_text(tmp_path, "mesh=2,1,1").flops.model_flops_of_all_pairs
+    assert peak_step_s(plan.recipe, model, sharding) == step_flops / peak_flops
+    assert (step_flops < default_flops) == bool(overrides)
+    assert (
+        peak_step_s(plan.recipe, model, sharding_of(FakeDevice("cpu"), FakeDevice("cpu"))) is None
+    )
+
+
+def test_mfu_counts_a_trained_tied_embedding(tmp_path: Path):
+    config = TINY | {"tie_word_embeddings": True}
+    overrides = ("mesh=1,1,1", "lora.rank=4", "lora.modules_to_save=['embed.tokens']")
+    plan = plan_text(tmp_path, *overrides, config=config)
+    lora = plan.recipe.lora.new_adapters
+    model = build_model(family_of(config), config, is_tied=True, lora=lora)
+    step_s = peak_step_s(plan.recipe, model, sharding_of(FakeDevice("NVIDIA H100 80GB HBM3")))
+    assert step_s is not None
+    # The head of 96 tokens and width 32: y, dx and dW for 8 sequences of 16 tokens. Two layers without dW.
+    head = 6 * 96 * 32
+    layers = 4 * 2 * (4 * 32 * 32 + 3 * 32 * 64)
+    adapters = plan_text(tmp_path, *overrides[:2]).inputs.saved_leaves.values()
+    num_adapters = sum(math.prod(leaf.shape) for leaf in adapters)
+    matmul = (head + layers + 6 * num_adapters) * 8 * 16
+    assert plan.flops.matmul == matmul
+    expected = matmul + plan.flops.attention_full
+    assert step_s * ACCELERATORS["H100"].peak_flops == pytest.approx(expected)
+
+
+def test_jax_kinds_name_known_accelerators():
+    assert all(accelerator_of(kind) for kind in JAX_KINDS)
+    assert accelerator_of("NVIDIA H100 PCIe") is None
+
+
+def test_peak_memory_is_the_maximum_over_devices():
+    full, empty = (
+        FakeDevice(stats={"peak_bytes_in_use": 9}),
+        FakeDevice(stats={"peak_bytes_in_use": 3}),
+    )
+    assert peak_memory_nbytes(sharding_of(empty, full)) == 9
+    assert peak_memory_nbytes(sharding_of(FakeDevice())) is None
+    assert peak_memory_nbytes(ShardingContext()) is None

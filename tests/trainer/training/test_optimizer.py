@@ -1,4 +1,4 @@
-"""What an optimizer keeps between steps: frozen leaves, decay masks, moving averages, and moments in bfloat16."""
+"""Optimizers: their table, what they keep between steps, weight decay by role, and parameters in bfloat16."""
 
 from __future__ import annotations
 
@@ -7,31 +7,55 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
+from prepcli.commands.testing.tiny_model import tiny_transformer
 from prepcli.models.param_tree import ParamLeaf, flatten_tree, unflatten_tree
 from tests.helpers import runs
+from tests.helpers.hybrid_configs import HYBRID_FAMILIES
+from tests.helpers.later_configs import GEMMA4_EXPERTS, LATER_FAMILIES
 from tests.helpers.optimizers import (
     KEYS,
+    TRAJECTORY_LEAVES,
     WHOLE_STEP_RULES,
     compile_step,
     compiled_run,
     make_optimizer,
+    random_gradients,
     take_steps,
+    trajectory_params,
 )
 from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT_NEO, LLAMA
+from trainer.planning.step_inputs import ELEMENTWISE_OPTIMIZERS
+from trainer.recipe.lr_schedule import LRSchedule
+from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AdamWTable
 from trainer.training import feed
 from trainer.training.optimizers import (
+    RULES,
+    Optimizer,
     RoundingKey,
+    bfloat16_to_float32,
+    build_optimizer,
     decay_mask,
     narrow_moments,
+    narrow_params,
     round_stochastically,
+    round_to_nearest,
 )
 from trainer.training.step import StepSetup, leaf_name, state_shapes
 
+# What an optimizer keeps between steps: frozen leaves, decay masks, moving averages, and moments in bfloat16.
+
 ROUNDED = ("embed.tokens", "layers.attn.q.weight", "layers.mlp.up.weight", "final_norm.scale")
+
+
 FREEZE = ("embed", "re:attn_norm|mlp\\.down")
 
 
@@ -208,3 +232,341 @@ def test_rounding_does_not_depend_on_the_mesh():
 
         rounded.append(flatten_tree(jax.device_get(round_params(params)["mu"])))
     assert all(np.array_equal(value, rounded[1][path]) for path, value in rounded[0].items())
+
+
+# The table of optimizers: each type has a rule, and each key of a rule changes its updates.
+
+# Optimizer -> keys with other values than those of `KEYS`.
+RULE_KEYS: dict[str, dict[str, Any]] = {
+    "adamw": {"b1": 0.8, "b2": 0.7, "eps": 1e-2},
+    "lion": {"b1": 0.1, "b2": 0.1},
+    "sgd": {"momentum": 0.5, "nesterov": True},
+    "muon": {
+        "momentum": 0.5,
+        "nesterov": False,
+        "bias_correction": False,
+        "newton_schulz_steps": 3,
+        "update_rms": 0.0,
+        "b1": 0.8,
+        "b2": 0.7,
+        "eps": 1e-2,
+    },
+    "adafactor": {
+        "decay_rate": 0.7,
+        "factored": False,
+        "min_factored_size": 64,
+        "clip_threshold": 0.5,
+        "scale_by_parameter": False,
+        "scale_by": "stacked",
+        "momentum": 0.5,
+    },
+    "palm": {"decay_rate": 0.7, "momentum": 0.5, "scale_by": "stacked"},
+}
+
+
+# Keys of all optimizers that rules read.
+COMMON_KEYS: dict[str, Any] = {
+    "weight_decay": 0.3,
+    "decay_embeddings": False,
+    "decay_exclude": ("layers.mlp.up.weight",),
+    "decay_include": ("re:norm",),
+}
+
+
+def test_every_recipe_type_has_an_optimizer():
+    assert RULES.keys() == OPTIMIZER_TABLES.keys() == KEYS.keys() == RULE_KEYS.keys()
+    assert {*ELEMENTWISE_OPTIMIZERS} < KEYS.keys()
+
+
+def test_build_optimizer_adds_the_schedule():
+    table = AdamWTable(lr=1e-3, init_lr=1e-5, warmup_steps=3)
+    schedule = LRSchedule(peak=1e-3, end=0.0, kind="linear", warmup=3, decay=20, initial=1e-5)
+    assert build_optimizer(table, 20) == Optimizer(table, schedule)
+    # Steps are compiled once for equal setups.
+    assert hash(build_optimizer(table, 20)) == hash(Optimizer(table, schedule))
+
+
+def updates_of(optimizer: Optimizer) -> Any:
+    """Return the updates of the second step, with which momenta take part."""
+    setup = runs.make_setup()
+    params = trajectory_params(setup)
+    leaves = {path: setup.model.leaves[path] for path in TRAJECTORY_LEAVES}
+    transformation = optimizer.transformation(leaves)
+
+    @jax.jit
+    def run() -> Any:
+        state: Any = transformation.init(params)
+        updates: Any = params
+        for step in range(2):
+            gradients = random_gradients(params, step)
+            updates, state = transformation.update(gradients, state, params, learning_rate=0.1)
+        return updates
+
+    return run()
+
+
+@pytest.mark.parametrize("name", RULE_KEYS)
+def test_each_key_of_a_rule_changes_its_updates(name: str):
+    expected = jax.tree.leaves(updates_of(make_optimizer(name)))
+    for key, value in {**RULE_KEYS[name], **COMMON_KEYS}.items():
+        changed = jax.tree.leaves(updates_of(make_optimizer(name, **{key: value})))
+        assert any(not np.array_equal(a, b) for a, b in zip(expected, changed)), key
+
+
+# Tests of AdamW against optax, and of weight decay by role.
+
+
+def one_update(
+    transformation: optax.GradientTransformation, gradients: Any, params: Any
+) -> optax.Updates:
+    """Return the first updates of a transformation."""
+    return transformation.update(gradients, transformation.init(params), params)[0]
+
+
+@pytest.mark.parametrize("decay_embeddings", [True, False])
+def test_weight_decay_skips_norms_and_biases(decay_embeddings: bool):
+    setup = runs.make_setup()
+    adamw = make_optimizer("adamw", decay_embeddings=decay_embeddings)
+    transformation = adamw.transformation(setup.model.leaves)
+    ones = jax.tree.map(np.ones_like, runs.make_state(setup)["params"])
+    zero_gradients = jax.tree.map(np.zeros_like, ones)
+
+    updates = jax.jit(one_update, static_argnums=0)(transformation, zero_gradients, ones)
+    decayed = {path for path, update in flatten_tree(updates).items() if np.abs(update).max() > 0}
+    matrices = {path for path, leaf in setup.model.leaves.items() if leaf.role == "matrix"}
+    assert decayed == matrices | (
+        {"embed.tokens", "embed.positions"} if decay_embeddings else set()
+    )
+    assert {"layers.attn_norm.scale", "layers.mlp.up.bias"} & decayed == set()
+
+
+def test_adamw_update_matches_optax():
+    setup = runs.make_setup()
+    params = runs.make_state(setup)["params"]
+    gradients = jax.tree.map(lambda leaf: 0.3 * np.asarray(leaf) + np.float32(0.01), params)
+    transformation = runs.ADAMW.transformation(setup.model.leaves)
+    update: Any = jax.jit(one_update, static_argnums=0)(transformation, gradients, params)
+    embeddings = {"embed": params["embed"]}
+    mask = jax.tree.map(lambda leaf: leaf.ndim >= 2, embeddings)
+    adamw = optax.adamw(1.0, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask)
+    expected: Any = jax.jit(one_update, static_argnums=0)(
+        adamw, {"embed": gradients["embed"]}, embeddings
+    )
+    for name in ("tokens", "positions"):
+        np.testing.assert_allclose(-update["embed"][name], expected["embed"][name], rtol=1e-6)
+
+
+# Leaves with weight decay: the same as in transformers' Trainer, and included relative position biases.
+
+# Families with parameters that others do not have.
+LATER = {
+    "apertus": LATER_FAMILIES["apertus"],
+    "gemma4_text": LATER_FAMILIES["gemma4_text"] | GEMMA4_EXPERTS,
+    **{name: LATER_FAMILIES[name] for name in ("diffllama", "doge", "gpt_neox_japanese")},
+}
+
+
+CONFIGS = {"llama": LLAMA, "gpt_neo": GPT_NEO, **FAMILY_CONFIGS, **HYBRID_FAMILIES, **LATER}
+
+
+# The Trainer finds norms by their names, and misses this one.
+UNRECOGNIZED_NORMS = {"backbone.norm_f.weight", "model.norm_f.weight"}
+
+
+# Prefix in files -> prefix in the model, where transformers renames tensors.
+RENAMED = {"nemotron_h": ("backbone.", "model.")}
+
+
+BIASES = {"encoder.relative_positions.weight", "decoder.relative_positions.weight"}
+
+
+def decayed(config: dict, **keys: Any) -> set[str]:
+    """Return the paths of the leaves with weight decay."""
+    table = AdamWTable(lr=1.0, weight_decay=0.1, **keys)
+    mask = flatten_tree(decay_mask(table, tiny_transformer(config).model.leaves))
+    return {path for path, decays in mask.items() if decays}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_decayed_leaves_match_the_transformers_trainer(family: str):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    config = CONFIGS[family]
+    with torch.device("meta"):
+        hf_config = transformers.AutoConfig.for_model(**config)
+        auto = (
+            transformers.AutoModelForSeq2SeqLM
+            if family == "t5"
+            else transformers.AutoModelForCausalLM
+        )
+        model = auto.from_config(hf_config)
+    trainer_names = {*transformers.Trainer.get_decay_parameter_names(None, model)}
+    trainer_names -= UNRECOGNIZED_NORMS
+    names = {name for name, _ in model.named_parameters()}
+    leaves = decayed(config)
+    old, new = RENAMED.get(family, ("", ""))
+    leaf_paths = {
+        location.tensor.replace(old, new, 1): location.leaf_path
+        for location in tiny_transformer(config).locations
+    }
+    compared = leaf_paths.keys() & names
+    assert len(compared) > len(names) / 2, "the names of tensors differ"
+    wrong = {x for x in compared if (leaf_paths[x] in leaves) != (x in trainer_names)}
+    assert wrong == set()
+
+
+def test_relative_position_biases_decay_if_included():
+    config = FAMILY_CONFIGS["t5"]
+    assert not BIASES & decayed(config)
+    assert decayed(config, decay_include=("re:relative_positions",)) >= BIASES
+
+
+# Updates of parameters in bfloat16, compared with float32.
+
+# Rounding differences of float32 between two programs.
+TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
+
+
+# A leaf of each number of axes. Every further leaf takes time to compile. They have the order of a tree: the
+# gradients of `random_gradients` depend on it.
+UPDATED = ("embed.tokens", "final_norm.scale", "layers.attn.q.weight", "layers.mlp.up.weight")
+
+
+def spacing_of(x: np.ndarray) -> np.ndarray:
+    """Return the distance between the two bfloat16 values around each float32 value."""
+    return np.ldexp(np.float32(1), np.frexp(x)[1] - 8)
+
+
+def some_params(setup: StepSetup) -> Any:
+    """Return the parameters `UPDATED` of the first state of a setup."""
+    params = flatten_tree(runs.make_state(setup)["params"])
+    return unflatten_tree({path: params[path] for path in UPDATED})
+
+
+def update_once(optimizer: Optimizer, setup: StepSetup, params: Any) -> Any:
+    """Return the parameters and the optimizer state after one update with random gradients."""
+    leaves = {path: setup.model.leaves[path] for path in UPDATED}
+
+    @jax.jit
+    def update(gradients: Any, params: Any) -> Any:
+        return optimizer.update(
+            gradients,
+            optimizer.init(params, leaves),
+            params,
+            leaves=leaves,
+            learning_rate=jnp.float32(1e-2),
+            rounding=RoundingKey(7, jnp.int32(1)),
+        )
+
+    return update(random_gradients(params, 0), params)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=64, max_size=64))
+def test_round_to_nearest_equals_a_cast_on_the_host(bits: list[int]):
+    edges = [
+        0x00000001,
+        0x00008000,
+        0x80018000,
+        0x3F808000,
+        0x3F818000,
+        0x7F7F7FFF,
+        0x7F7F8000,
+        0x7F800000,
+        0xFF800000,
+    ]
+    x = np.array([*edges, *bits], np.uint32).view(np.float32)
+    with np.errstate(all="ignore"):
+        expected = x.astype(ml_dtypes.bfloat16)
+    actual = np.asarray(jax.jit(round_to_nearest)(x))
+    is_nan = np.isnan(x)
+    assert np.array_equal(np.isnan(actual), is_nan)
+    assert np.array_equal(actual.view(np.uint16)[~is_nan], expected.view(np.uint16)[~is_nan])
+
+
+# A rule never gets bfloat16. Adafactor has moments of other shapes than the parameters.
+@pytest.mark.parametrize("name", slow_except(KEYS, ("adafactor",)))
+def test_bfloat16_update_is_the_float32_update_rounded_once(name: str):
+    optimizer = make_optimizer(name, ema=0.75)
+    setup = runs.make_setup(runs.LLAMA, optimizer=optimizer, param_dtype="bfloat16")
+    before = some_params(setup)
+    expected, expected_state = update_once(optimizer, setup, bfloat16_to_float32(before))
+    actual, state = update_once(optimizer, setup, before)
+    for path, leaf in flatten_tree(actual).items():
+        assert leaf.dtype == jnp.bfloat16
+        exact, rounded = (
+            np.asarray(flatten_tree(expected)[path]),
+            np.asarray(bfloat16_to_float32(leaf)),
+        )
+        assert (np.abs(rounded - exact) < 1.001 * spacing_of(exact)).all(), path
+        start, average = (flatten_tree(tree)[path] for tree in (before, state["ema"]))
+        assert average.dtype == jnp.float32
+        np.testing.assert_allclose(
+            average, 0.75 * bfloat16_to_float32(start) + 0.25 * exact, **TOLERANCE
+        )
+    moments = [{k: v for k, v in tree.items() if k != "ema"} for tree in (state, expected_state)]
+    for a, b in zip(*map(jax.tree.leaves, moments), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, **TOLERANCE)
+
+
+def test_updates_below_the_spacing_are_kept_on_average():
+    """An update of a twentieth of the spacing is lost if it is rounded to nearest."""
+    path, leaf = next(
+        (path, leaf)
+        for path, leaf in runs.make_setup().model.leaves.items()
+        if len(leaf.shape) == 3
+    )
+    params = unflatten_tree({path: jnp.ones(leaf.shape, jnp.bfloat16)})
+    step_size = 2**-7 / 20
+
+    @jax.jit
+    def add(params: Any, step: jax.Array) -> Any:
+        updated = jax.tree.map(lambda x: x + step_size, bfloat16_to_float32(params))
+        return narrow_params(updated, params, leaves={path: leaf}, key=RoundingKey(0, step))
+
+    for step in range(40):
+        params = add(params, jnp.int32(step))
+    mean = float(np.asarray(flatten_tree(bfloat16_to_float32(params))[path], np.float64).mean())
+    assert mean == pytest.approx(1 + 40 * step_size, abs=2**-7 / 10)
+
+
+# By default test_bfloat16_run_is_saved_resumed_and_exported has moments in float32.
+@pytest.mark.slow
+def test_gradients_of_bfloat16_parameters_are_float32():
+    """The first moment of Adam is a multiple of them; rounding to bfloat16 changes it by up to 2^-9 of itself."""
+    moments, narrow = [], runs.make_setup(runs.LLAMA, accumulate=2, param_dtype="bfloat16")
+    params = runs.make_state(narrow)["params"]
+    wide = runs.make_setup(runs.LLAMA, accumulate=2)
+    for setup, start in ((narrow, params), (wide, bfloat16_to_float32(params))):
+        job = runs.make_job(setup)
+        batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
+        state = {**runs.make_state(setup), "params": start}
+        moments.append(flatten_tree(compile_step(setup)(state, batch)[0]["opt_state"]["adam"].mu))
+    for path, moment in moments[0].items():
+        expected = np.asarray(moments[1][path])
+        np.testing.assert_allclose(moment, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+def test_rounded_parameters_do_not_depend_on_the_mesh():
+    """Equal updated parameters in float32 have equal bits in bfloat16."""
+    rounded = []
+    for mesh in ("", "1,2,4"):
+        setup = runs.make_setup(runs.LLAMA, mesh=mesh)
+        params = some_params(setup)
+
+        @jax.jit
+        def narrow(params: Any, setup: StepSetup = setup) -> Any:
+            before = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+            leaves = {path: setup.model.leaves[path] for path in UPDATED}
+            return narrow_params(params, before, leaves=leaves, key=RoundingKey(7, jnp.int32(1)))
+
+        rounded.append(flatten_tree(jax.device_get(narrow(params))))
+    assert all(np.array_equal(value, rounded[1][path]) for path, value in rounded[0].items())
+
+
+def test_skipped_step_keeps_bfloat16_parameters():
+    setup, step = compiled_run("adamw", is_compact=True)
+    job, state = runs.make_job(setup), runs.make_state(setup)
+    batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
+    after, _ = step(state, {**batch, "weights": jnp.zeros_like(batch["weights"])})
+    assert int(after["skipped"]) == 1
+    assert runs.state_bytes(after["params"]) == runs.state_bytes(state["params"])

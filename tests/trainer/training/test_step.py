@@ -1,10 +1,11 @@
-"""Tests of the training step: independence of mesh and micro-batches, and skipping of non-finite steps."""
+"""The training step: independence of mesh and micro-batches, dropout, loss scale, and skipped steps."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -13,15 +14,36 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from prepcli.models.mesh import parse_mesh
 from tests.helpers import runs
-from tests.helpers.optimizers import compile_step
+from tests.helpers.optimizers import compile_step, take_steps
 from tests.helpers.slow_cases import slow_except
+from trainer.data.order import SampleOrder
+from trainer.data.packing import DocumentDataset, document_dataset
+from trainer.distributed.sharding import make_sharding_context
 from trainer.nn.lm_head import LossTerms
 from trainer.nn.model_spec import AttentionOptions
 from trainer.training import feed
-from trainer.training.step import StepSetup, TrainState, find_param_path, state_shapes, train_step
+from trainer.training.checkpoint import host_leaves, restore_state
+from trainer.training.evaluation import evaluate, jit_eval_step
+from trainer.training.step import (
+    GROWTH_STEPS,
+    MAX_SCALE,
+    LossScale,
+    ScaleState,
+    StepSetup,
+    TrainState,
+    find_param_path,
+    jit_train_step,
+    state_shapes,
+    train_step,
+)
+
+# Tests of the training step: independence of mesh and micro-batches, and skipping of non-finite steps.
 
 STEPS = 20
+
+
 RING = AttentionOptions("blockwise", 2, 3)
 
 
@@ -232,3 +254,249 @@ def test_find_param_path_returns_longest_suffix():
     assert find_param_path("opt_state.adam.mu.head.weight", paths) == "head.weight"
     assert find_param_path("opt_state.adam.mu.tail.weight", paths) == "weight"
     assert find_param_path("opt_state.adam.count", paths) is None
+
+
+# Tests of dropout in training steps: masks do not depend on the mesh or on micro-batches, and differ between steps.
+
+BLOCKWISE = {"attention_options": AttentionOptions("blockwise", 5, 3), "ffn_chunk_size": 7}
+
+
+DROPOUT_STEPS = 3
+
+
+def dropout_train_losses(setup: StepSetup) -> np.ndarray:
+    """Return the loss and the gradient norm of the first steps."""
+    state, job, losses = runs.make_state(setup), runs.make_job(setup), []
+    step = compile_step(setup)
+    for number in range(DROPOUT_STEPS):
+        state, metrics = step(
+            state, feed.load_batch(job.train, job.order.rows(number), setup.sharding)
+        )
+        losses += [float(metrics["loss"]), float(metrics["grad_norm"])]
+    return np.array(losses)
+
+
+@pytest.fixture(scope="module")
+def dropout_one_device_losses() -> np.ndarray:
+    return dropout_train_losses(runs.make_setup(runs.LLAMA, dropout=runs.DROPOUT))
+
+
+# By default test_loop resumes runs with dropout on other meshes, with and without micro-batches.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "accumulate", "forward_options"),
+    [
+        ("1,2,4", 2, {**BLOCKWISE, "remat_policy": "nothing_saveable", "scan_layers": False}),
+        ("", 4, {}),
+        ("8,1,1", 1, {}),
+        ("1,2,4", 4, {}),
+        ("2,2,2", 1, BLOCKWISE),
+        ("2,2,2", 2, {"scan_layers": False}),
+        ("1,1,8", 1, {}),
+        ("fsdp:2,mp:2,sp:2", 4, BLOCKWISE),
+    ],
+)
+def test_masks_do_not_depend_on_mesh_or_micro_batches(
+    dropout_one_device_losses: np.ndarray,
+    mesh: str,
+    accumulate: int,
+    forward_options: dict[str, Any],
+):
+    setup = runs.make_setup(runs.LLAMA, mesh, accumulate, dropout=runs.DROPOUT, **forward_options)
+    np.testing.assert_allclose(dropout_train_losses(setup), dropout_one_device_losses, rtol=2e-5)
+
+
+def test_masks_differ_between_steps():
+    """The same batch and parameters: the learning rate of the first step is 0."""
+    setup = runs.make_setup(runs.LLAMA, dropout=runs.DROPOUT)
+    job, state = runs.make_job(setup), runs.make_state(setup)
+    batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
+    step = compile_step(setup)
+    second_state, first = step(state, batch)
+    _, again = step(state, batch)
+    _, second = step(second_state, batch)
+    assert float(first["loss"]) == float(again["loss"])
+    assert abs(float(first["loss"]) - float(second["loss"])) > 0.1
+
+
+def test_step_without_dropout_has_no_random_numbers():
+    setup = runs.make_setup(runs.LLAMA)
+    batch = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in batch_shapes(setup).items()}
+    assert "shift_left" not in str(
+        jax.make_jaxpr(partial(train_step, setup=setup))(runs.make_state(setup), batch)
+    )
+    dropping = runs.make_setup(runs.LLAMA, dropout=runs.DROPOUT)
+    assert "shift_left" in str(
+        jax.make_jaxpr(partial(train_step, setup=dropping))(runs.make_state(setup), batch)
+    )
+
+
+def batch_shapes(setup: StepSetup) -> dict[str, jax.ShapeDtypeStruct]:
+    return feed.batch_shapes(runs.make_job(setup).train, 8, setup.sharding)
+
+
+# Training in float16 with a loss scale.
+
+DYNAMIC = LossScale()
+
+
+def float16_setup(
+    scale: LossScale | None = DYNAMIC, dtype: str = "float16", **options: Any
+) -> StepSetup:
+    """Return a setup in float16."""
+    return dataclasses.replace(runs.make_setup(dtype=dtype, **options), loss_scale=scale)
+
+
+def scale_and_steps(state: ScaleState) -> tuple[float, int]:
+    """Return the dynamic scale of a state, and the steps since its last change."""
+    assert "loss_scale" in state
+    assert "loss_scale_steps" in state
+    return float(state["loss_scale"]), int(state["loss_scale_steps"])
+
+
+@cache
+def losses(scale: LossScale | None, dtype: str = "float16", accumulate: int = 1) -> list[float]:
+    """Return the mean losses of 8 steps."""
+    setup = float16_setup(scale, dtype, accumulate=accumulate)
+    step, job, state = compile_step(setup), runs.make_job(setup), runs.make_state(setup)
+    means = []
+    for number in range(8):
+        state, metrics = step(
+            state, feed.load_batch(job.train, job.order.rows(number), setup.sharding)
+        )
+        means.append(float(metrics["loss"]) / float(metrics["weight"]))
+    assert int(state["skipped"]) == 0
+    return means
+
+
+def test_float16_follows_float32():
+    expected = losses(None, "float32")
+    np.testing.assert_allclose(losses(DYNAMIC, accumulate=2), expected, rtol=5e-3)
+
+
+# By default test_float16_follows_float32 compares scaled steps.
+@pytest.mark.slow
+def test_loss_scale_changes_float32_by_rounding():
+    expected = losses(None, "float32")
+    actual = losses(LossScale(1024.0, is_dynamic=False), "float32")
+    np.testing.assert_allclose(actual, expected, rtol=2e-6)
+
+
+def test_overflow_is_skipped_and_halves_the_scale():
+    setup = float16_setup(LossScale(2.0**40))
+    state = take_steps(setup, runs.make_state(setup), until=3)
+    assert int(state["skipped"]) == 3
+    assert scale_and_steps(state) == (2.0**37, 0)
+    before = runs.make_state(setup)["params"]["embed"]["tokens"]
+    assert np.array_equal(state["params"]["embed"]["tokens"], before)
+
+
+def test_step_without_tokens_keeps_the_scale():
+    setup = float16_setup(accumulate=2)
+    job = runs.make_job(setup)
+    batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
+    state, _ = compile_step(setup)(
+        runs.make_state(setup), {**batch, "weights": jnp.zeros_like(batch["weights"])}
+    )
+    assert (int(state["skipped"]), float(state["loss_scale"])) == (1, 2.0**15)
+
+
+def test_scale_grows_up_to_its_maximum():
+    scale, finite = LossScale(), jnp.array(True)
+    state = ScaleState(loss_scale=jnp.float32(8), loss_scale_steps=jnp.int32(GROWTH_STEPS - 2))
+    state = scale.next_state(state, finite)
+    assert scale_and_steps(state) == (8, GROWTH_STEPS - 1)
+    state = scale.next_state(state, finite)
+    assert scale_and_steps(state) == (16, 0)
+    largest = ScaleState(
+        loss_scale=jnp.float32(MAX_SCALE), loss_scale_steps=jnp.int32(GROWTH_STEPS - 1)
+    )
+    assert scale_and_steps(scale.next_state(largest, finite)) == (MAX_SCALE, 0)
+
+
+def test_static_scale_has_no_state():
+    scale = LossScale(256.0, is_dynamic=False)
+    assert "loss_scale" not in runs.make_state(float16_setup(scale))
+    assert losses(scale, accumulate=2)[:2] == pytest.approx(
+        losses(DYNAMIC, accumulate=2)[:2], rel=1e-3
+    )
+
+
+def test_resume_keeps_the_scale():
+    setup = float16_setup(LossScale(2.0**40))
+    at_2 = take_steps(setup, runs.make_state(setup), until=2)
+    arrays = {name: leaf.fetch().copy() for name, leaf in host_leaves(at_2).items()}
+    resumed = take_steps(setup, restore_state(runs.MemoryReader(arrays), setup), until=4)
+    assert runs.state_bytes(resumed) == runs.state_bytes(
+        take_steps(setup, jax.tree.map(jnp.copy, at_2), until=4)
+    )
+
+
+# Training steps on packed documents: independent of the mesh, of micro-batches, and of padding.
+
+PACKED_STEPS, ROWS = 3, 8
+
+
+# Numbers of logical shards: 0 for a step without exact reduction.
+REFERENCE, EXACT = 0, 8
+
+
+def make_dataset(packing: str = "documents") -> DocumentDataset:
+    """Return the tokens of `runs` as documents of 1 to 24 tokens."""
+    tokens = runs.make_tokens()
+    lengths = np.random.default_rng(0).integers(1, 25, 100)
+    ends = np.minimum(np.cumsum(lengths), tokens.n_tokens)
+    ends[-1] = tokens.n_tokens
+    return document_dataset(replace(tokens, ends=ends.astype("<u8")), packing)
+
+
+def make_setup(mesh: str, accumulate: int, num_shards: int) -> StepSetup:
+    """Return the setup of steps on some of the devices."""
+    setup, parsed = runs.make_setup(runs.LLAMA, accumulate=accumulate), parse_mesh(mesh)
+    sharding = make_sharding_context(parsed, devices=jax.devices()[: parsed.n_devices])
+    forward_config = replace(setup.forward_config, sharding=sharding)
+    return replace(setup, forward_config=forward_config, reduction_shards=num_shards)
+
+
+def packed_train_losses(setup: StepSetup) -> list[float]:
+    """Run steps; return the summed loss of each."""
+    dataset, state = make_dataset(), runs.make_state(setup)
+    order = SampleOrder(dataset.n_rows, ROWS, seed=1, shuffle=True)
+    step, losses = jit_train_step(setup), []
+    for number in range(PACKED_STEPS):
+        state, metrics = step(state, feed.load_batch(dataset, order.rows(number), setup.sharding))
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+# By default test_packed_rows compares packed documents on a mesh with one device.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "accumulate", "num_shards"),
+    [("1,2,4", 2, REFERENCE), ("2,4,1", 1, EXACT)],
+)
+def test_losses_do_not_depend_on_the_mesh(mesh: str, accumulate: int, num_shards: int):
+    expected = packed_train_losses(make_setup("1,1,1", 1, num_shards))
+    losses = packed_train_losses(make_setup(mesh, accumulate, num_shards))
+    assert losses == (expected if num_shards else pytest.approx(expected, rel=1e-5))
+
+
+def test_evaluation_does_not_depend_on_packing():
+    setup = make_setup("1,1,1", 1, REFERENCE)
+    params, eval_step = (
+        runs.make_state(setup)["params"],
+        jit_eval_step(setup.model, setup.forward_config),
+    )
+    packed, padded = (
+        evaluate(
+            params,
+            make_dataset(packing),
+            eval_step=eval_step,
+            sharding=setup.sharding,
+            batch_size=ROWS,
+        )
+        for packing in ("documents", "none")
+    )
+    assert packed.num_tokens == padded.num_tokens
+    assert packed.mean_loss == pytest.approx(padded.mean_loss, rel=1e-6)
+    assert packed.accuracy == padded.accuracy

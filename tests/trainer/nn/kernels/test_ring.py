@@ -13,7 +13,6 @@ from jax import Array
 
 from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP
 from prepcli.models.layer_config import RelativePositionBias
-from prepcli.models.mesh import parse_mesh
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.kernels.test_blockwise import (
     Draw,
@@ -23,6 +22,7 @@ from tests.trainer.nn.kernels.test_blockwise import (
     float32_inputs,
     max_elements,
     scale_of,
+    split_over,
 )
 from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext, zigzag_order
@@ -34,14 +34,6 @@ from trainer.nn.model_spec import AttentionOptions
 # Seeds of a causal problem with segments, window and bias, and of a problem with padding that is
 # not causal.
 SEEDS = (4, 9)
-
-
-def split_over(num_devices: int) -> ShardingContext:
-    """Return a mesh that splits tokens over the first devices."""
-    devices = np.array(jax.devices()[:num_devices]).reshape(1, 1, 1, num_devices)
-    axis_types = (jax.sharding.AxisType.Auto,) * devices.ndim
-    device_mesh = jax.sharding.Mesh(devices, ("dp", "fsdp", "mp", "sp"), axis_types=axis_types)
-    return ShardingContext(parse_mesh(f"sp:{num_devices}"), device_mesh=device_mesh)
 
 
 def make_draw(window: int, *, has_segments: bool, group: int) -> Draw:

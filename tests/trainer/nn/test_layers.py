@@ -1,0 +1,478 @@
+"""Layers of a block: norms, linear maps, MLPs, convolutions and scans."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import jax.test_util
+import numpy as np
+import pytest
+from jax import Array
+
+from prepcli.models.activation_memory import SCAN_CHUNK_SIZE, SELECTIVE_SCAN_CHUNK_SIZE
+from prepcli.models.architecture import ACTIVATIONS
+from tests.trainer.nn.test_attention import make_arch
+from trainer.nn.attention_mask import AttentionMask
+from trainer.nn.block import feed_forward
+from trainer.nn.context import LayerContext
+from trainer.nn.mixers import causal_conv
+from trainer.nn.mlp import ACTIVATION_FUNCTIONS
+from trainer.nn.projections import linear, norm, xielu
+from trainer.nn.scans import Recurrence, SelectiveInputs, chunked_scan, selective_scan
+
+# Tests of norms against their formulas.
+
+RNG = np.random.default_rng(0)
+
+
+X, SCALE, BIAS = (
+    RNG.standard_normal((2, 3, 8)) * 3 + 1,
+    RNG.standard_normal(8),
+    RNG.standard_normal(8),
+)
+
+
+WEIGHTS = {"scale": jnp.asarray(SCALE, jnp.float32), "bias": jnp.asarray(BIAS, jnp.float32)}
+
+
+def expected_norm(kind: Literal["layer", "rms"], eps: float) -> np.ndarray:
+    """Compute the norm of X in float64."""
+    if kind == "rms":
+        return X / np.sqrt((X**2).mean(-1, keepdims=True) + eps) * SCALE
+    return (X - X.mean(-1, keepdims=True)) / np.sqrt(X.var(-1, keepdims=True) + eps) * SCALE + BIAS
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_norm_matches_formula(kind: Literal["layer", "rms"], eps: float):
+    arch_config = dataclasses.replace(make_arch(), norm=kind, norm_eps=eps)
+    output = norm(jnp.asarray(X, jnp.float32), WEIGHTS, arch_config)
+    np.testing.assert_allclose(output, expected_norm(kind, eps), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_norm_of_bfloat16_is_computed_in_float32(kind: Literal["layer", "rms"]):
+    arch_config = dataclasses.replace(make_arch(), norm=kind)
+    identity = {name: jnp.full(4096, float(name == "scale"), jnp.bfloat16) for name in WEIGHTS}
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((1, 4096)) + 100, jnp.bfloat16)
+    x_float64 = np.asarray(x, np.float64)
+    centered = x_float64 - (x_float64.mean() if kind == "layer" else 0)
+    expected = centered / np.sqrt((centered**2).mean() + arch_config.norm_eps)
+    output = norm(x, identity, arch_config)
+    assert output.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(output, np.float64), expected, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize(("kind", "plain"), [("rms_offset", "rms"), ("layer_offset", "layer")])
+def test_offset_norm_adds_one_to_scale(
+    kind: Literal["rms_offset", "layer_offset"], plain: Literal["rms", "layer"]
+):
+    arch_config = dataclasses.replace(make_arch(), norm=kind, norm_eps=0.5)
+    weights = WEIGHTS | {"scale": WEIGHTS["scale"] - 1}
+    output = norm(jnp.asarray(X, jnp.float32), weights, arch_config)
+    np.testing.assert_allclose(output, expected_norm(plain, 0.5), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_norm_over_two_axes_is_the_norm_of_both_as_one(kind: Literal["layer", "rms"]):
+    arch_config = dataclasses.replace(make_arch(), norm=kind, norm_eps=0.5)
+    heads = jnp.asarray(X, jnp.float32).reshape(2, 3, 2, 4)
+    weights = {name: weight.reshape(2, 4) for name, weight in WEIGHTS.items()}
+    output = norm(heads, weights, arch_config, axes=(-2, -1)).reshape(X.shape)
+    np.testing.assert_allclose(output, expected_norm(kind, 0.5), rtol=1e-5, atol=1e-5)
+
+
+def test_norm_without_weights_only_normalizes():
+    arch_config = dataclasses.replace(make_arch(), norm="layer", norm_eps=0.5)
+    output = norm(jnp.asarray(X, jnp.float32), {}, arch_config)
+    np.testing.assert_allclose(
+        output, (expected_norm("layer", 0.5) - BIAS) / SCALE, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_rms_offset_scales_before_rounding():
+    """A scale of 1 + 1/512, which bfloat16 rounds to 1, changes the output."""
+    arch_config = dataclasses.replace(make_arch(), norm="rms_offset", norm_eps=1e-6)
+    x = jnp.asarray(np.linspace(1, 2, 256)[None], jnp.bfloat16)
+    unscaled, scaled = (
+        norm(x, {"scale": jnp.full(256, s, jnp.bfloat16)}, arch_config) for s in (0.0, 1 / 512)
+    )
+    assert np.any(np.asarray(unscaled) != np.asarray(scaled))
+
+
+def test_layer_norm_without_weights_is_identity_scale():
+    arch_config = dataclasses.replace(make_arch(), norm="layer")
+    identity = {"scale": jnp.ones(8), "bias": jnp.zeros(8)}
+    x = jnp.asarray(X, jnp.float32)
+    np.testing.assert_array_equal(norm(x, {}, arch_config), norm(x, identity, arch_config))
+
+
+# The linear projection against NumPy.
+
+RANDOM = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_multiplies_and_adds_the_bias(has_bias: bool):
+    x, weight, bias = (
+        RANDOM.normal(size=shape).astype(np.float32) for shape in ((2, 3, 5), (7, 5), (7,))
+    )
+    weights = {"weight": jnp.asarray(weight)} | ({"bias": jnp.asarray(bias)} if has_bias else {})
+    expected = x @ weight.T + (bias if has_bias else 0)
+    np.testing.assert_allclose(linear(jnp.asarray(x), weights), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_linear_projects_to_heads_and_back(num_devices: int):
+    x, weight = (RANDOM.normal(size=shape).astype(np.float32) for shape in ((2, 3, 5), (4, 6, 5)))
+    heads = linear(jnp.asarray(x), {"weight": jnp.asarray(weight)}, num_devices=num_devices)
+    np.testing.assert_allclose(heads, np.einsum("btd,hed->bthe", x, weight), rtol=1e-5, atol=1e-5)
+    out_weight = weight.transpose(2, 0, 1)
+    out = linear(heads, {"weight": jnp.asarray(out_weight)}, num_devices=num_devices)
+    np.testing.assert_allclose(
+        out, np.einsum("bthe,dhe->btd", heads, out_weight), rtol=1e-5, atol=1e-5
+    )
+
+
+# Tests of activations against their formulas, and against transformers if it is installed.
+
+MLP_X = np.linspace(-8, 8, 401)
+
+
+ERF = np.array([math.erf(x / math.sqrt(2)) for x in MLP_X])
+
+
+TANH = 0.5 * MLP_X * (1 + np.tanh(math.sqrt(2 / math.pi) * (MLP_X + 0.044715 * MLP_X**3)))
+
+
+SILU = MLP_X / (1 + np.exp(-MLP_X))
+
+
+FORMULAS = {
+    "gelu": 0.5 * MLP_X * (1 + ERF), "gelu_new": TANH, "gelu_pytorch_tanh": TANH, "gelu_fast": TANH,
+    "quick_gelu": MLP_X / (1 + np.exp(-1.702 * MLP_X)), "silu": SILU, "swish": SILU, "relu": np.maximum(MLP_X, 0),
+    "relu2": np.maximum(MLP_X, 0) ** 2,
+}  # fmt: skip
+
+
+def test_every_activation_has_a_function_and_a_formula():
+    assert {*ACTIVATION_FUNCTIONS} == {*ACTIVATIONS} == {*FORMULAS}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_matches_formula(name: str):
+    np.testing.assert_allclose(
+        ACTIVATION_FUNCTIONS[name](jnp.asarray(MLP_X, jnp.float32)),
+        FORMULAS[name],
+        rtol=1e-5,
+        atol=2e-6,
+    )
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_matches_transformers(name: str):
+    torch = pytest.importorskip("torch")
+    activations = pytest.importorskip("transformers.activations")
+    expected = activations.ACT2FN[name](torch.tensor(MLP_X, dtype=torch.float32)).numpy()
+    np.testing.assert_allclose(
+        ACTIVATION_FUNCTIONS[name](jnp.asarray(MLP_X, jnp.float32)), expected, rtol=1e-5, atol=2e-6
+    )
+
+
+# Tests of the feed-forward part of a layer against its formula.
+
+
+def random_projection(
+    seed: int, out_size: int, in_size: int, has_bias: bool
+) -> dict[str, jnp.ndarray]:
+    """Generate the weight and bias of a projection."""
+    rng = np.random.default_rng(seed)
+    arrays = {"weight": rng.standard_normal((out_size, in_size))}
+    if has_bias:
+        arrays["bias"] = rng.standard_normal(out_size)
+    return {key: jnp.asarray(array, jnp.float32) for key, array in arrays.items()}
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(("has_bias", "chunk_size"), [(False, -1), (True, -1), (True, 2)])
+def test_feed_forward_matches_formula(is_gated: bool, has_bias: bool, chunk_size: int):
+    sizes = {"gate": (7, 4), "up": (7, 4), "down": (4, 7)}
+    weights = {
+        name: random_projection(seed, *sizes[name], has_bias) for seed, name in enumerate(sizes)
+    }
+    x = np.random.default_rng(3).standard_normal((2, 3, 4))
+    project: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+        name: lambda x, p=projection: x @ np.asarray(p["weight"]).T + np.asarray(p.get("bias", 0))
+        for name, projection in weights.items()
+    }
+    up = project["up"](x)
+    hidden = np.maximum(project["gate"](x), 0) * up if is_gated else np.maximum(up, 0)
+    arch_config = dataclasses.replace(make_arch(), activation="relu", has_gated_mlp=is_gated)
+    context = LayerContext(arch_config, AttentionMask(), ffn_chunk_size=chunk_size)
+    output = feed_forward(jnp.asarray(x, jnp.float32), weights, context)
+    np.testing.assert_allclose(output, project["down"](hidden), rtol=1e-4, atol=1e-4)
+
+
+# xIELU, compared with its equation in NumPy.
+
+XIELU_X = np.array([-300.0, -2.0, -1e-7, 0.0, 1e-7, 0.5, 300.0], np.float32)
+
+
+ALPHA_P = 0.4
+
+
+ALPHA_N = -1.1
+
+
+BETA = 0.5
+
+
+EPS = -1e-6
+
+
+def xielu_weights() -> dict[str, dict[str, jax.Array]]:
+    """Return the parameters of xIELU in one layer."""
+    return {
+        "xielu_alpha_p": {"weight": jnp.array(ALPHA_P)},
+        "xielu_alpha_n": {"weight": jnp.array(ALPHA_N)},
+        "xielu_beta": {"scale": jnp.array(BETA)},
+        "xielu_eps": {"scale": jnp.array(EPS)},
+    }
+
+
+def test_xielu_matches_its_equation():
+    x = XIELU_X.astype(np.float64)
+    positive = np.log1p(np.exp(ALPHA_P)) * x**2
+    negative = (BETA + np.log1p(np.exp(ALPHA_N))) * (np.expm1(np.minimum(x, EPS)) - x)
+    expected = np.where(x > 0, positive, negative) + BETA * x
+    np.testing.assert_allclose(
+        xielu(jnp.asarray(XIELU_X), xielu_weights()), expected, rtol=1e-6, atol=1e-9
+    )
+
+
+def test_gradients_of_xielu_are_finite_and_spare_constants():
+    def total(x: jax.Array, weights: dict[str, dict[str, jax.Array]]) -> jax.Array:
+        return xielu(x, weights).sum()
+
+    x_gradient, gradients = jax.grad(total, argnums=(0, 1))(jnp.asarray(XIELU_X), xielu_weights())
+    assert np.isfinite(x_gradient).all()
+    assert gradients["xielu_beta"]["scale"] == gradients["xielu_eps"]["scale"] == 0
+    assert gradients["xielu_alpha_p"]["weight"] != 0
+    assert gradients["xielu_alpha_n"]["weight"] != 0
+
+
+# Tests of the causal convolution against its sum, in NumPy.
+
+CONV_X = RNG.standard_normal((2, 7, 3, 2)).astype(np.float32)
+
+
+TAPS = RNG.standard_normal((3, 2, 4)).astype(np.float32)
+
+
+CONV_BIAS = RNG.standard_normal((3, 2)).astype(np.float32)
+
+
+CONV_WEIGHTS = {"weight": jnp.asarray(TAPS), "bias": jnp.asarray(CONV_BIAS)}
+
+
+def convolve(x: np.ndarray) -> np.ndarray:
+    """Compute y_t = sum_d w_d x_(t-d) + b."""
+    y = np.zeros_like(x) + CONV_BIAS
+    for t in range(x.shape[1]):
+        for distance in range(min(4, t + 1)):
+            y[:, t] += TAPS[..., 3 - distance] * x[:, t - distance]
+    return y
+
+
+def test_causal_conv_equals_its_sum():
+    output, last = causal_conv(jnp.asarray(CONV_X), CONV_WEIGHTS, None, None)
+    np.testing.assert_allclose(output, convolve(CONV_X), atol=1e-6)
+    np.testing.assert_array_equal(last, CONV_X[:, 4:])
+
+
+def test_causal_conv_continues_from_earlier_inputs():
+    first, state = causal_conv(jnp.asarray(CONV_X[:, :2]), CONV_WEIGHTS, None, None)
+    second, state = causal_conv(jnp.asarray(CONV_X[:, 2:]), CONV_WEIGHTS, state, None)
+    np.testing.assert_allclose(np.concatenate([first, second], axis=1), convolve(CONV_X), atol=1e-6)
+    np.testing.assert_array_equal(state, CONV_X[:, 4:])
+
+
+def test_causal_conv_reads_no_earlier_document():
+    positions = jnp.asarray([[0, 1, 2, 0, 0, 1, 2], [-1, -1, 0, 1, 2, 3, 4]])
+    output, _ = causal_conv(jnp.asarray(CONV_X), CONV_WEIGHTS, None, positions)
+    documents = [convolve(CONV_X[:1, start:stop]) for start, stop in ((0, 3), (3, 4), (4, 7))]
+    np.testing.assert_allclose(output[:1], np.concatenate(documents, axis=1), atol=1e-6)
+    np.testing.assert_allclose(output[1:, 2:], convolve(CONV_X[1:, 2:]), atol=1e-6)
+
+
+# Tests of linear recurrences in chunks against the recurrences, token by token in NumPy.
+
+ROWS, GROUPS, HEADS, KEY_DIM, VALUE_DIM = 2, 3, 2, 4, 5
+
+
+# Compiled, because JAX would compile each operation of a scan by itself.
+scan = jax.jit(chunked_scan)
+
+
+def random_inputs(length: int, *, has_beta: bool, starts: tuple[int, ...] = ()) -> Recurrence:
+    """Return random inputs, with documents that start at some tokens of the first row."""
+    rng = np.random.default_rng(length)
+    keys = rng.standard_normal((ROWS, length, GROUPS, KEY_DIM))
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    is_start = np.zeros((ROWS, length), bool)
+    is_start[0, list(starts)] = True
+    head_shape = (ROWS, length, GROUPS, HEADS)
+    beta = None
+    if has_beta:
+        beta = jnp.asarray(rng.uniform(0, 1, head_shape), jnp.float32)
+    return Recurrence(
+        q=jnp.asarray(rng.standard_normal((ROWS, length, GROUPS, KEY_DIM)), jnp.float32),
+        k=jnp.asarray(keys, jnp.float32),
+        v=jnp.asarray(rng.standard_normal((*head_shape, VALUE_DIM)), jnp.float32),
+        log_decay=-jnp.asarray(rng.exponential(0.3, head_shape), jnp.float32),
+        beta=beta,
+        is_start=jnp.asarray(is_start),
+    )
+
+
+def scan_by_token(inputs: Recurrence) -> tuple[np.ndarray, np.ndarray]:
+    """Compute S_t = a_t S_(t-1) + k_t u_t^T and y_t = S_t^T q_t in float64."""
+    q, k, v, log_decay = (
+        np.asarray(x, np.float64) for x in (inputs.q, inputs.k, inputs.v, inputs.log_decay)
+    )
+    beta = None if inputs.beta is None else np.asarray(inputs.beta, np.float64)
+    is_start = np.asarray(inputs.is_start)
+    length = q.shape[1]
+    state = np.zeros((ROWS, GROUPS, HEADS, KEY_DIM, VALUE_DIM))
+    outputs = np.zeros((ROWS, length, GROUPS, HEADS, VALUE_DIM))
+    for t in range(length):
+        state[is_start[:, t]] = 0
+        state *= np.exp(log_decay[:, t])[..., None, None]
+        key = k[:, t, :, None]
+        update = v[:, t]
+        if beta is not None:
+            predicted = (state * key[..., None]).sum(-2)
+            update = beta[:, t, ..., None] * (update - predicted)
+        state += key[..., None] * update[..., None, :]
+        outputs[:, t] = (state * q[:, t, :, None, :, None]).sum(-2)
+    return outputs, state
+
+
+@pytest.mark.parametrize("has_beta", [True, False])
+@pytest.mark.parametrize("length", [1, 5, SCAN_CHUNK_SIZE, 2 * SCAN_CHUNK_SIZE + 3])
+def test_chunked_scan_equals_the_recurrence(length: int, has_beta: bool):
+    inputs = random_inputs(length, has_beta=has_beta)
+    outputs, state = scan(inputs, None)
+    expected_outputs, expected_state = scan_by_token(inputs)
+    np.testing.assert_allclose(outputs, expected_outputs, atol=2e-5)
+    np.testing.assert_allclose(state, expected_state, atol=2e-5)
+
+
+@pytest.mark.parametrize("has_beta", [True, False])
+def test_chunked_scan_starts_documents_with_a_zero_state(has_beta: bool):
+    starts = (0, 3, 4, SCAN_CHUNK_SIZE, SCAN_CHUNK_SIZE + 40)
+    inputs = random_inputs(2 * SCAN_CHUNK_SIZE + 3, has_beta=has_beta, starts=starts)
+    # A state that is not reset must still be visible after a chunk.
+    inputs = inputs._replace(log_decay=inputs.log_decay / 10)
+    outputs, state = scan(inputs, None)
+    expected_outputs, expected_state = scan_by_token(inputs)
+    np.testing.assert_allclose(outputs, expected_outputs, atol=2e-5)
+    np.testing.assert_allclose(state, expected_state, atol=2e-5)
+
+
+def test_chunked_scan_continues_from_a_state():
+    inputs = random_inputs(70, has_beta=True)
+    whole, last_state = scan(inputs, None)
+    first, state = scan(jax.tree.map(lambda x: x[:, :69], inputs), None)
+    second, state = scan(jax.tree.map(lambda x: x[:, 69:], inputs), state)
+    np.testing.assert_allclose(np.concatenate([first, second], axis=1), whole, atol=1e-5)
+    np.testing.assert_allclose(state, last_state, atol=1e-5)
+
+
+def test_chunked_scan_has_finite_gradients_under_strong_decay():
+    inputs = random_inputs(SCAN_CHUNK_SIZE, has_beta=True)
+    inputs = inputs._replace(log_decay=inputs.log_decay * 1e3)
+
+    def loss(q: jax.Array, log_decay: jax.Array) -> jax.Array:
+        outputs, _ = chunked_scan(inputs._replace(q=q, log_decay=log_decay), None)
+        return outputs.sum()
+
+    compute_gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    for gradient in compute_gradients(inputs.q, inputs.log_decay):
+        assert np.isfinite(gradient).all()
+
+
+# Tests of the selective scan in chunks against the recurrence, token by token in NumPy.
+
+SELECTIVE_ROWS, CHANNELS, STATE = 2, 4, 3
+
+
+LENGTH = 2 * SELECTIVE_SCAN_CHUNK_SIZE + 5
+
+
+def selective_random_inputs(
+    length: int, starts: tuple[int, ...] = ()
+) -> tuple[SelectiveInputs, Array]:
+    """Return random inputs and rates, with documents that start at some tokens of the first row."""
+    rng = np.random.default_rng(length)
+    is_start = np.zeros((SELECTIVE_ROWS, length), bool)
+    is_start[0, list(starts)] = True
+    inputs = SelectiveInputs(
+        q=jnp.asarray(rng.standard_normal((SELECTIVE_ROWS, length, STATE)), jnp.float32),
+        k=jnp.asarray(rng.standard_normal((SELECTIVE_ROWS, length, STATE)), jnp.float32),
+        v=jnp.asarray(rng.standard_normal((SELECTIVE_ROWS, length, CHANNELS)), jnp.float32),
+        dt=jnp.asarray(rng.exponential(0.3, (SELECTIVE_ROWS, length, CHANNELS)), jnp.float32),
+        is_start=jnp.asarray(is_start),
+    )
+    return inputs, -jnp.asarray(rng.exponential(1.0, (CHANNELS, STATE)), jnp.float32)
+
+
+def selective_scan_by_token(inputs: SelectiveInputs, rates: Array) -> tuple[np.ndarray, np.ndarray]:
+    """Compute h_t = exp(dt_t A) h_(t-1) + dt_t v_t k_t and y_t = h_t . q_t in float64."""
+    q, k, v, dt = (np.asarray(x, np.float64) for x in inputs[:4])
+    is_start = np.asarray(inputs.is_start)
+    state = np.zeros((SELECTIVE_ROWS, CHANNELS, STATE))
+    outputs = np.zeros(v.shape)
+    for t in range(v.shape[1]):
+        state[is_start[:, t]] = 0
+        state *= np.exp(dt[:, t, :, None] * np.asarray(rates, np.float64))
+        state += (dt[:, t] * v[:, t])[..., None] * k[:, t, None]
+        outputs[:, t] = (state * q[:, t, None]).sum(-1)
+    return outputs, state
+
+
+@pytest.mark.parametrize("starts", [(), (0, 3, SELECTIVE_SCAN_CHUNK_SIZE, LENGTH - 1)])
+def test_scan_equals_the_recurrence(starts: tuple[int, ...]):
+    inputs, rates = selective_random_inputs(LENGTH, starts)
+    outputs, state = jax.jit(selective_scan)(inputs, rates, None)
+    expected, expected_state = selective_scan_by_token(inputs, rates)
+    np.testing.assert_allclose(outputs, expected, atol=2e-5)
+    np.testing.assert_allclose(state, expected_state, atol=2e-5)
+
+
+def test_scan_continues_from_a_state():
+    inputs, rates = selective_random_inputs(LENGTH, (3,))
+    outputs, state = selective_scan(inputs, rates, None)
+    first, second = (
+        jax.tree.map(lambda x, part=part: x[:, part], inputs)
+        for part in (slice(0, 40), slice(40, None))
+    )
+    first_outputs, middle = selective_scan(first, rates, None)
+    second_outputs, end = selective_scan(second, rates, middle)
+    joined = np.concatenate([first_outputs, second_outputs], axis=1)
+    np.testing.assert_allclose(joined, outputs, atol=2e-5)
+    np.testing.assert_allclose(end, state, atol=2e-5)
+
+
+def test_gradient_equals_finite_differences():
+    inputs, rates = selective_random_inputs(7, (3,))
+
+    def loss(dt: Array, rates: Array) -> Array:
+        return jnp.square(selective_scan(inputs._replace(dt=dt), rates, None)[0]).sum()
+
+    jax.test_util.check_grads(loss, (inputs.dt, rates), order=1, modes=["rev"], rtol=0.02)
