@@ -17,18 +17,12 @@ from jax import Array
 from prepcli.commands.testing.tiny_model import model_logits, tiny_transformer
 from prepcli.core.errors import PrepError
 from prepcli.models.architecture import FULL_ATTENTION, LAMBDA_VECTORS, ArchConfig
-from prepcli.models.layer_config import RelativePositionBias
-from prepcli.models.registry import FAMILIES
-from prepcli.models.rope_config import Rope
 from tests.helpers.later_configs import LATER_FAMILIES
 from tests.helpers.slow_cases import slow_except
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.attention import (
-    append_key_scores,
     attention,
-    initial_lambdas,
     pair_factors,
-    pair_values,
     project_kv,
     subtract_pairs,
 )
@@ -37,10 +31,8 @@ from trainer.nn.attention_mask import (
     AttentionMask,
     CosSin,
     EncoderOutput,
-    ScoreBias,
     Segments,
     causal_mask,
-    rotary_cos_sin,
 )
 from trainer.nn.cache import KVCache, empty_kv_cache
 from trainer.nn.context import LayerContext
@@ -92,73 +84,6 @@ def attend(
     """Compute causal self-attention."""
     mask = dataclasses.replace(causal_mask(jnp.arange(T)), window=window, cos_sin=cos_sin)
     return attention(jnp.asarray(x), weights, LayerContext(make_arch(scale), mask))[0]
-
-
-def naive_attention(
-    x: np.ndarray, weights: dict[str, Any], scale: float, window: int
-) -> np.ndarray:
-    """Compute causal self-attention position by position and head by head."""
-    w = {
-        name: {key: np.asarray(a, np.float64) for key, a in arrays.items()}
-        for name, arrays in weights.items()
-    }
-    q, k, v = (
-        np.einsum("btd,hed->bthe", x, w[n]["weight"]) + w[n].get("bias", 0) for n in ("q", "k", "v")
-    )
-    group = q.shape[2] // k.shape[2]
-    out = np.zeros((*x.shape[:2], D)) + w["o"].get("bias", 0)
-    for b in range(x.shape[0]):
-        for head in range(q.shape[2]):
-            for t in range(x.shape[1]):
-                first = 0 if window == FULL_ATTENTION else max(0, t - window + 1)
-                scores = np.exp(
-                    [q[b, t, head] @ k[b, s, head // group] * scale for s in range(first, t + 1)]
-                )
-                mixed = scores / scores.sum() @ v[b, first : t + 1, head // group]
-                out[b, t] += w["o"]["weight"][:, head] @ mixed
-    return out
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)])
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("window", [FULL_ATTENTION, 3])
-def test_attention_matches_naive_loops(heads: int, kv_heads: int, biases: bool, window: int):
-    x = np.random.default_rng(0).standard_normal((2, T, D)).astype(np.float32)
-    weights = random_weights(heads, kv_heads, biases)
-    output = attend(x, weights, window)
-    np.testing.assert_allclose(
-        output, naive_attention(x, weights, 0.5, window), rtol=1e-4, atol=2e-4
-    )
-
-
-@pytest.mark.parametrize("window", [FULL_ATTENTION, 1, 2, 5, 6, 100])
-def test_attention_sees_only_its_window(window: int):
-    """A change of one token changes the output of exactly the tokens that attend to it."""
-    x = np.random.default_rng(1).standard_normal((1, T, D)).astype(np.float32)
-    weights = random_weights(2, 1, False)
-    before = attend(x, weights, window)
-    for changed in range(T):
-        changed_x = x.copy()
-        changed_x[0, changed] += 1
-        after = attend(changed_x, weights, window)
-        is_visible = [
-            changed <= t and (window == FULL_ATTENTION or t - changed < window) for t in range(T)
-        ]
-        assert (abs(after - before).max(axis=(0, 2)) > 1e-6).tolist() == is_visible
-
-
-def test_rotary_attention_depends_on_distances_only():
-    """A shift of all positions changes nothing, but the rotation itself does."""
-    weights = random_weights(2, 2, False)
-    x = np.random.default_rng(2).standard_normal((1, T, D)).astype(np.float32)
-    cos_sin = rotary_cos_sin(Rope(HEAD_DIM, 10.0, T), jnp.arange(T))
-    unrotated = attend(x, weights, FULL_ATTENTION)
-    rotated = attend(x, weights, FULL_ATTENTION, cos_sin)
-    cosine, sine, _ = rotary_cos_sin(Rope(HEAD_DIM, 10.0, T), jnp.arange(T + 3))
-    shifted = attend(x, weights, FULL_ATTENTION, CosSin(cosine[3:], sine[3:]))
-    np.testing.assert_allclose(shifted, rotated, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(rotated[:, 0], unrotated[:, 0], rtol=1e-5)
-    assert abs(rotated - unrotated).max() > 1e-2
 
 
 def test_attention_with_large_scores_is_finite():
@@ -220,24 +145,6 @@ def test_encoder_output_for_layer_selects_by_index():
     assert isinstance(selected.states, KV)
     assert selected.states.keys.shape == (1, 2, 1, 1)
     assert float(selected.states.values.min()) == 2
-
-
-def test_attention_bias_is_added_to_scores():
-    """With a large bias each query attends to a single key."""
-    visible_key = RNG.integers(0, T, (4, T))
-    bias = jnp.where(jnp.arange(T) == visible_key[..., None], 1e4, 0.0)
-    positions, score_bias = (
-        jnp.arange(T),
-        ScoreBias(jnp.zeros((1, 4)), RelativePositionBias(4, 8, True), precomputed=bias),
-    )
-    mask = AttentionMask(
-        q_positions=positions, kv_positions=positions, bias=score_bias, is_causal=False
-    )
-    output = attend_with_mask(jnp.asarray(X), mask)
-    v = np.einsum("bsd,hed->bshe", X, WEIGHTS["v"]["weight"]) + WEIGHTS["v"]["bias"]
-    mixed = np.stack([v[:, visible_key[head], head // 2] for head in range(4)], axis=2)
-    expected = np.einsum("bthe,dhe->btd", mixed, WEIGHTS["o"]["weight"]) + WEIGHTS["o"]["bias"]
-    np.testing.assert_allclose(output, expected, atol=1e-4)
 
 
 def test_materialize_combines_causality_window_and_padding():
@@ -393,24 +300,6 @@ def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
 
 
-def test_initial_lambda_grows_from_a_fifth_to_four_fifths():
-    lambdas = initial_lambdas(40)
-    assert lambdas[0] == 0.8 - 0.6
-    assert abs(lambdas[1] - (0.8 - 0.6 * 0.7408182)) < 1e-7
-    assert lambdas == sorted(lambdas)
-    assert abs(lambdas[-1] - 0.8) < 1e-5
-
-
-def test_pair_factors_follow_the_equation():
-    vectors = dict(zip(LAMBDA_VECTORS, normal(4, 6), strict=True))
-    weights = {name: {"weight": jnp.asarray(vector)} for name, vector in vectors.items()}
-    factors = pair_factors(weights, jnp.float32(0.3), jnp.dtype("float32"))
-    first = np.exp(vectors["lambda_q1"] @ vectors["lambda_k1"])
-    second = np.exp(vectors["lambda_q2"] @ vectors["lambda_k2"])
-    np.testing.assert_allclose(factors["lambda"], first - second + 0.3, rtol=1e-5)
-    np.testing.assert_allclose(factors["output"], 0.7, rtol=1e-6)
-
-
 def test_output_factor_is_not_rounded_to_bfloat16():
     ones = {name: {"weight": jnp.ones(6)} for name in LAMBDA_VECTORS}
     factors = pair_factors(ones, jnp.float32(0.2), jnp.dtype("bfloat16"))
@@ -421,56 +310,9 @@ def test_output_factor_is_not_rounded_to_bfloat16():
     assert subtract_pairs(mixed, factors, EPS).dtype == jnp.bfloat16
 
 
-def test_pair_values_joins_heads_of_both_halves():
-    values = normal(2, 5, 4, 3)
-    paired = pair_values(KV(jnp.zeros((2, 5, 4, 3)), jnp.asarray(values)), ShardingContext())
-    assert paired.values.shape == (2, 5, 4, 6)
-    for head, (first, second) in enumerate([(0, 2), (1, 3), (0, 2), (1, 3)]):
-        np.testing.assert_array_equal(paired.values[:, :, head, :3], values[:, :, first])
-        np.testing.assert_array_equal(paired.values[:, :, head, 3:], values[:, :, second])
-
-
-def test_subtract_pairs_follows_the_equation():
-    mixed = normal(2, 5, 4, 6)
-    factors = {"lambda": jnp.float32(0.4), "output": jnp.float32(0.7)}
-    actual = subtract_pairs(jnp.asarray(mixed), factors, EPS)
-    assert actual.shape == (2, 5, 4, 3)
-    for pair in range(2):
-        difference = mixed[:, :, pair] - 0.4 * mixed[:, :, pair + 2]
-        root = np.sqrt((difference**2).mean(-1, keepdims=True) + EPS)
-        output = np.concatenate([actual[:, :, 2 * pair], actual[:, :, 2 * pair + 1]], axis=-1)
-        np.testing.assert_allclose(output, 0.7 * difference / root, rtol=1e-5, atol=1e-6)
-
-
 # Scores of keys from their values, compared with their equation in NumPy.
 
 DOGE = LATER_FAMILIES["doge"]
-
-
-def test_products_include_the_scores_of_keys():
-    arch_config = FAMILIES["doge"].arch_config(DOGE)
-    rng = np.random.default_rng(0)
-    q = rng.standard_normal((2, 3, 9, 8)).astype(np.float32)
-    keys = rng.standard_normal((2, 5, 3, 8)).astype(np.float32)
-    values = rng.standard_normal((2, 5, 3, 8)).astype(np.float32)
-    projection = rng.standard_normal((3, 3, 8)).astype(np.float32)
-    bias = rng.standard_normal(3).astype(np.float32)
-    rate = np.array([0.5, -0.3, 0.0], np.float32)
-    weights = {
-        "score_step": {"weight": jnp.asarray(projection), "bias": jnp.asarray(bias)},
-        "score_rate": {"weight": jnp.asarray(rate)},
-    }
-    kv = KV(jnp.asarray(keys), jnp.asarray(values))
-    context = LayerContext(arch_config, AttentionMask())
-    longer_q, longer_kv = append_key_scores(jnp.asarray(q), kv, weights, context)
-    steps = np.log1p(np.exp(np.einsum("bskv,jkv->bsj", values, projection) + bias))
-    scores = np.exp(rate * steps)
-    for head in range(9):
-        group = head // 3
-        products = np.einsum("bte,bse->bts", q[:, :, head], keys[:, :, group])
-        expected = arch_config.attn_scale * products + scores[:, None, :, group]
-        actual = np.einsum("bte,bse->bts", longer_q[:, :, head], longer_kv.keys[:, :, group])
-        np.testing.assert_allclose(arch_config.attn_scale * actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_sequences_longer_than_the_positions_are_refused():

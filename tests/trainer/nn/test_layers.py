@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -17,12 +16,9 @@ from jax import Array
 from prepcli.models.activation_memory import SCAN_CHUNK_SIZE, SELECTIVE_SCAN_CHUNK_SIZE
 from prepcli.models.architecture import ACTIVATIONS
 from tests.trainer.nn.test_attention import make_arch
-from trainer.nn.attention_mask import AttentionMask
-from trainer.nn.block import feed_forward
-from trainer.nn.context import LayerContext
 from trainer.nn.mixers import causal_conv
 from trainer.nn.mlp import ACTIVATION_FUNCTIONS
-from trainer.nn.projections import linear, norm, xielu
+from trainer.nn.projections import norm, xielu
 from trainer.nn.scans import Recurrence, SelectiveInputs, chunked_scan, selective_scan
 
 # Tests of norms against their formulas.
@@ -40,21 +36,6 @@ X, SCALE, BIAS = (
 WEIGHTS = {"scale": jnp.asarray(SCALE, jnp.float32), "bias": jnp.asarray(BIAS, jnp.float32)}
 
 
-def expected_norm(kind: Literal["layer", "rms"], eps: float) -> np.ndarray:
-    """Compute the norm of X in float64."""
-    if kind == "rms":
-        return X / np.sqrt((X**2).mean(-1, keepdims=True) + eps) * SCALE
-    return (X - X.mean(-1, keepdims=True)) / np.sqrt(X.var(-1, keepdims=True) + eps) * SCALE + BIAS
-
-
-@pytest.mark.parametrize("kind", ["layer", "rms"])
-@pytest.mark.parametrize("eps", [1e-6, 0.5])
-def test_norm_matches_formula(kind: Literal["layer", "rms"], eps: float):
-    arch_config = dataclasses.replace(make_arch(), norm=kind, norm_eps=eps)
-    output = norm(jnp.asarray(X, jnp.float32), WEIGHTS, arch_config)
-    np.testing.assert_allclose(output, expected_norm(kind, eps), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_norm_of_bfloat16_is_computed_in_float32(kind: Literal["layer", "rms"]):
     arch_config = dataclasses.replace(make_arch(), norm=kind)
@@ -68,33 +49,6 @@ def test_norm_of_bfloat16_is_computed_in_float32(kind: Literal["layer", "rms"]):
     np.testing.assert_allclose(np.asarray(output, np.float64), expected, rtol=5e-3, atol=5e-3)
 
 
-@pytest.mark.parametrize(("kind", "plain"), [("rms_offset", "rms"), ("layer_offset", "layer")])
-def test_offset_norm_adds_one_to_scale(
-    kind: Literal["rms_offset", "layer_offset"], plain: Literal["rms", "layer"]
-):
-    arch_config = dataclasses.replace(make_arch(), norm=kind, norm_eps=0.5)
-    weights = WEIGHTS | {"scale": WEIGHTS["scale"] - 1}
-    output = norm(jnp.asarray(X, jnp.float32), weights, arch_config)
-    np.testing.assert_allclose(output, expected_norm(plain, 0.5), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_norm_over_two_axes_is_the_norm_of_both_as_one(kind: Literal["layer", "rms"]):
-    arch_config = dataclasses.replace(make_arch(), norm=kind, norm_eps=0.5)
-    heads = jnp.asarray(X, jnp.float32).reshape(2, 3, 2, 4)
-    weights = {name: weight.reshape(2, 4) for name, weight in WEIGHTS.items()}
-    output = norm(heads, weights, arch_config, axes=(-2, -1)).reshape(X.shape)
-    np.testing.assert_allclose(output, expected_norm(kind, 0.5), rtol=1e-5, atol=1e-5)
-
-
-def test_norm_without_weights_only_normalizes():
-    arch_config = dataclasses.replace(make_arch(), norm="layer", norm_eps=0.5)
-    output = norm(jnp.asarray(X, jnp.float32), {}, arch_config)
-    np.testing.assert_allclose(
-        output, (expected_norm("layer", 0.5) - BIAS) / SCALE, rtol=1e-4, atol=1e-4
-    )
-
-
 def test_rms_offset_scales_before_rounding():
     """A scale of 1 + 1/512, which bfloat16 rounds to 1, changes the output."""
     arch_config = dataclasses.replace(make_arch(), norm="rms_offset", norm_eps=1e-6)
@@ -103,40 +57,6 @@ def test_rms_offset_scales_before_rounding():
         norm(x, {"scale": jnp.full(256, s, jnp.bfloat16)}, arch_config) for s in (0.0, 1 / 512)
     )
     assert np.any(np.asarray(unscaled) != np.asarray(scaled))
-
-
-def test_layer_norm_without_weights_is_identity_scale():
-    arch_config = dataclasses.replace(make_arch(), norm="layer")
-    identity = {"scale": jnp.ones(8), "bias": jnp.zeros(8)}
-    x = jnp.asarray(X, jnp.float32)
-    np.testing.assert_array_equal(norm(x, {}, arch_config), norm(x, identity, arch_config))
-
-
-# The linear projection against NumPy.
-
-RANDOM = np.random.default_rng(0)
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_linear_multiplies_and_adds_the_bias(has_bias: bool):
-    x, weight, bias = (
-        RANDOM.normal(size=shape).astype(np.float32) for shape in ((2, 3, 5), (7, 5), (7,))
-    )
-    weights = {"weight": jnp.asarray(weight)} | ({"bias": jnp.asarray(bias)} if has_bias else {})
-    expected = x @ weight.T + (bias if has_bias else 0)
-    np.testing.assert_allclose(linear(jnp.asarray(x), weights), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("num_devices", [1, 8])
-def test_linear_projects_to_heads_and_back(num_devices: int):
-    x, weight = (RANDOM.normal(size=shape).astype(np.float32) for shape in ((2, 3, 5), (4, 6, 5)))
-    heads = linear(jnp.asarray(x), {"weight": jnp.asarray(weight)}, num_devices=num_devices)
-    np.testing.assert_allclose(heads, np.einsum("btd,hed->bthe", x, weight), rtol=1e-5, atol=1e-5)
-    out_weight = weight.transpose(2, 0, 1)
-    out = linear(heads, {"weight": jnp.asarray(out_weight)}, num_devices=num_devices)
-    np.testing.assert_allclose(
-        out, np.einsum("bthe,dhe->btd", heads, out_weight), rtol=1e-5, atol=1e-5
-    )
 
 
 # Tests of activations against their formulas, and against transformers if it is installed.
@@ -172,50 +92,6 @@ def test_activation_matches_formula(name: str):
         rtol=1e-5,
         atol=2e-6,
     )
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activation_matches_transformers(name: str):
-    torch = pytest.importorskip("torch")
-    activations = pytest.importorskip("transformers.activations")
-    expected = activations.ACT2FN[name](torch.tensor(MLP_X, dtype=torch.float32)).numpy()
-    np.testing.assert_allclose(
-        ACTIVATION_FUNCTIONS[name](jnp.asarray(MLP_X, jnp.float32)), expected, rtol=1e-5, atol=2e-6
-    )
-
-
-# Tests of the feed-forward part of a layer against its formula.
-
-
-def random_projection(
-    seed: int, out_size: int, in_size: int, has_bias: bool
-) -> dict[str, jnp.ndarray]:
-    """Generate the weight and bias of a projection."""
-    rng = np.random.default_rng(seed)
-    arrays = {"weight": rng.standard_normal((out_size, in_size))}
-    if has_bias:
-        arrays["bias"] = rng.standard_normal(out_size)
-    return {key: jnp.asarray(array, jnp.float32) for key, array in arrays.items()}
-
-
-@pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize(("has_bias", "chunk_size"), [(False, -1), (True, -1), (True, 2)])
-def test_feed_forward_matches_formula(is_gated: bool, has_bias: bool, chunk_size: int):
-    sizes = {"gate": (7, 4), "up": (7, 4), "down": (4, 7)}
-    weights = {
-        name: random_projection(seed, *sizes[name], has_bias) for seed, name in enumerate(sizes)
-    }
-    x = np.random.default_rng(3).standard_normal((2, 3, 4))
-    project: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-        name: lambda x, p=projection: x @ np.asarray(p["weight"]).T + np.asarray(p.get("bias", 0))
-        for name, projection in weights.items()
-    }
-    up = project["up"](x)
-    hidden = np.maximum(project["gate"](x), 0) * up if is_gated else np.maximum(up, 0)
-    arch_config = dataclasses.replace(make_arch(), activation="relu", has_gated_mlp=is_gated)
-    context = LayerContext(arch_config, AttentionMask(), ffn_chunk_size=chunk_size)
-    output = feed_forward(jnp.asarray(x, jnp.float32), weights, context)
-    np.testing.assert_allclose(output, project["down"](hidden), rtol=1e-4, atol=1e-4)
 
 
 # xIELU, compared with its equation in NumPy.
@@ -287,12 +163,6 @@ def convolve(x: np.ndarray) -> np.ndarray:
         for distance in range(min(4, t + 1)):
             y[:, t] += TAPS[..., 3 - distance] * x[:, t - distance]
     return y
-
-
-def test_causal_conv_equals_its_sum():
-    output, last = causal_conv(jnp.asarray(CONV_X), CONV_WEIGHTS, None, None)
-    np.testing.assert_allclose(output, convolve(CONV_X), atol=1e-6)
-    np.testing.assert_array_equal(last, CONV_X[:, 4:])
 
 
 def test_causal_conv_continues_from_earlier_inputs():

@@ -15,8 +15,6 @@ from prepcli.models.rope_config import QueryScale, Rope
 from trainer.nn.attention_mask import (
     CosSin,
     alibi_bias,
-    apply_rotary,
-    inverse_frequencies,
     relative_position_bias,
     relative_position_buckets,
     rotary_cos_sin,
@@ -26,38 +24,6 @@ from trainer.nn.attention_mask import (
 
 T, HEAD_DIM = 5, 8
 X = np.random.default_rng(0).standard_normal((2, T, 3, HEAD_DIM))
-
-
-@pytest.mark.parametrize("rotary_dim", [2, 4, 8])
-@pytest.mark.parametrize("is_interleaved", [False, True])
-def test_apply_rotary_matches_complex_rotation(rotary_dim: int, is_interleaved: bool):
-    rope = Rope(rotary_dim, 100.0, T)
-
-    @jax.jit
-    def rotate(x: jax.Array) -> jax.Array:
-        cos_sin = rotary_cos_sin(rope, jnp.arange(T))
-        return apply_rotary(x, cos_sin.cosine, cos_sin.sine, is_interleaved)
-
-    rotated = np.asarray(rotate(X.astype(np.float32)))
-    half = rotary_dim // 2
-    first, second = slice(half), slice(half, rotary_dim)
-    if is_interleaved:
-        first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
-    angles = np.arange(T)[:, None] * 100.0 ** (-np.arange(half) / half)
-    expected = (X[..., first] + 1j * X[..., second]) * np.exp(1j * angles)[:, None]
-    np.testing.assert_allclose(rotated[..., first], expected.real, atol=1e-6)
-    np.testing.assert_allclose(rotated[..., second], expected.imag, atol=1e-6)
-    np.testing.assert_array_equal(rotated[..., rotary_dim:], X[..., rotary_dim:].astype(np.float32))
-
-
-@pytest.mark.parametrize(("length", "factors"), [(16, (1.0, 3.0)), (17, (2.0, 5.0))])
-def test_longrope_switches_factors_beyond_original_length(
-    length: int, factors: tuple[float, float]
-):
-    rope = Rope(4, 100.0, 16, "longrope", short_factors=(1.0, 3.0), long_factors=(2.0, 5.0))
-    np.testing.assert_allclose(
-        inverse_frequencies(rope, length), [1 / factors[0], 0.1 / factors[1]], rtol=1e-6
-    )
 
 
 ROPES = [
@@ -119,29 +85,6 @@ BIAS_CONFIGS = [
     for max_distance in (17, 20, 128, 301)
     for bidirectional in (False, True)
 ]
-
-
-@pytest.mark.parametrize("config", BIAS_CONFIGS, ids=str)
-def test_relative_position_buckets_match_formula(config: RelativePositionBias):
-    count = config.num_buckets // 2 if config.bidirectional else config.num_buckets
-    num_exact, buckets = count // 2, relative_position_buckets(config)
-    assert buckets.shape == (2 * config.max_distance + 1,)
-    for distance in range(-config.max_distance, config.max_distance + 1):
-        magnitude = abs(distance) if config.bidirectional else max(-distance, 0)
-        first_bucket = count if config.bidirectional and distance > 0 else 0
-        bucket = buckets[distance + config.max_distance] - first_bucket
-        # The result is rounded down, except for the rounding error of the logarithm.
-        if magnitude < num_exact:
-            assert bucket == magnitude
-        else:
-            exact = (
-                math.log(magnitude / num_exact)
-                / math.log(config.max_distance / num_exact)
-                * (count - num_exact)
-            )
-            assert bucket in {
-                min(num_exact + int(exact + error), count - 1) for error in (-1e-5, 1e-5)
-            }
 
 
 def assert_buckets_match_transformers(config: RelativePositionBias) -> None:
@@ -231,14 +174,6 @@ def test_relative_position_bias_looks_up_bucket_of_distance(bidirectional: bool)
 )
 def test_alibi_slopes_are_geometric_sequences(num_heads: int, slopes: tuple[float, ...]):
     assert alibi_slopes(num_heads) == pytest.approx(slopes)
-
-
-@pytest.mark.parametrize("num_heads", [1, 2, 3, 5, 8, 12, 71])
-def test_alibi_slopes_match_transformers(num_heads: int):
-    pytest.importorskip("torch")
-    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
-    expected = bloom._get_alibi_slopes(num_heads, "cpu").numpy()
-    np.testing.assert_allclose(alibi_slopes(num_heads), expected, rtol=1e-6)
 
 
 def test_alibi_bias_is_linear_in_the_distance():

@@ -315,22 +315,6 @@ def test_encoder_output_is_required_only_with_encoder():
         transformer.encode(params, tokens, decoder_only.model, UNSCANNED)
 
 
-# By default the test of this name in test_transformer compares a decoder.
-@pytest.mark.slow
-@pytest.mark.parametrize(("scan", "scan_axis"), slow_except(((False, 0), (True, 1)), ((False, 0),)))
-def test_encoder_init_does_not_depend_on_how_layers_are_stored(scan: bool, scan_axis: int):
-    config = T5 | {"num_layers": 1, "num_decoder_layers": 2}
-    variants = tiny_transformer(config), tiny_transformer(config, scan, scan_axis)
-    tensors, others = (tiny.tensors_from_params(init_params(tiny.model, 7)) for tiny in variants)
-    for name, values in tensors.items():
-        np.testing.assert_array_equal(values, others[name])
-    q = {
-        stack: tensors[f"{stack}.block.0.layer.0.SelfAttention.q.weight"]
-        for stack in ("encoder", "decoder")
-    }
-    assert not np.array_equal(q["encoder"], q["decoder"])
-
-
 @pytest.mark.parametrize("axis", [0, 1])
 def test_stacked_leaves_have_depth_of_their_stack(axis: int):
     leaves = param_leaves(FAMILY, T5, True, scan=True, scan_axis=axis)

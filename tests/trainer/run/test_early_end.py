@@ -16,7 +16,7 @@ import pytest
 
 import prepcli as prep
 from prepcli.commands.cli.main import main
-from prepcli.core.errors import OK, STOPPED, UsageError
+from prepcli.core.errors import OK, UsageError
 from prepcli.formats.manifest import NO_MANIFEST, best_step, read_manifest, saved_steps
 from tests.helpers.killed_train import VARIABLE
 from tests.helpers.processes import finish, start_processes
@@ -284,17 +284,3 @@ def test_processes_end_early_at_one_step_after_a_kill(
     assert _patience("many", end - 2)["evaluations"] == 1
     result = run_to_the_end(*words("many", *settings), count=second)
     assert_same_end(result, "many", expected)
-
-
-@pytest.mark.slow
-def test_processes_end_early_after_stops(work_dir: Path, capsys: pytest.CaptureFixture[str]):
-    settings = (*SETTINGS, "checkpoint.best=eval_perplexity")
-    expected = run_json(capsys, *words("one", *settings))
-    for _ in range(expected["step"] - 1):
-        stopped = run(*words("many", *settings), "--stop-after", "1", count=2)
-        assert [code for code, _ in stopped] == [STOPPED] * 2
-    result = run_to_the_end(*words("many", *settings), count=2)
-    assert_same_end(result, "many", expected)
-    # The same command again changes nothing.
-    again = run_to_the_end(*words("many", *settings), count=2)
-    assert_same_end(again, "many", expected)

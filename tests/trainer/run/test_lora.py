@@ -105,16 +105,6 @@ def test_lora_run_saves_adapters_alone(trained: Path):
     assert environment["parameters"] > environment["trained_parameters"]
 
 
-def test_stopped_lora_run_resumes_exactly(work_dir: Path):
-    words = ("train", "recipe.toml", "-q")
-    assert main([*words, "--out", "whole"]) == OK
-    assert main([*words, "--out", "parts", "--stop-after", "2"]) == STOPPED
-    assert main([*words, "--out", "parts", "--set", "mesh=1,2,4"]) == OK
-    whole, parts = (read_leaves(Path(run) / "3") for run in ("whole", "parts"))
-    assert whole.keys() == parts.keys()
-    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
-
-
 def test_restart_keeps_the_adapter_that_it_starts_from(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ):

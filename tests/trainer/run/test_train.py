@@ -135,17 +135,6 @@ def run_compiled_apart(
     assert running.returncode == code, out
 
 
-# By default test_two_processes_train_like_one compares the bits of separately compiled runs.
-@pytest.mark.slow
-def test_separately_compiled_runs_end_in_the_same_bits(work_dir: Path):
-    settings = ("train.steps=3", "data.holdout=0")
-    overrides = set_keys(*settings)
-    run_ok("train", "recipe.toml", "--out", "one", *overrides)
-    run_compiled_apart("--out", "other", settings=settings)
-    assert read_losses("one") == read_losses("other")
-    assert read_step_files("one", 3) == read_step_files("other", 3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [os.environ["XLA_FLAGS"], ""], ids=["few optimizations", "flags of users"]
@@ -196,27 +185,6 @@ def test_dry_run_without_the_devices_points_to_plan(
 ):
     *_, hint = train_error(capsys, "--set", "mesh=1,64,4", "--dry-run")
     assert hint == "`--set mesh=1,8,1`, or without devices: `prep plan recipe.toml`"
-
-
-def test_indivisible_batch_is_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
-    code, what, *_ = train_error(capsys, "--set", "batch.size=7")
-    assert (code, what) == (USAGE, "a micro-batch of 7 does not divide among 2 replicas")
-
-
-def test_missing_empty_and_short_data_are_errors(
-    work_dir: Path, capsys: pytest.CaptureFixture[str]
-):
-    code, what, *_ = train_error(capsys, "--set", "data.path=nothing.txt")
-    assert code == FAILED
-    assert "nothing.txt" in what
-    (work_dir / "empty.txt").touch()
-    code, what, *_ = train_error(capsys, "--set", "data.path=empty.txt")
-    assert code == FAILED
-    assert "empty.txt is empty" in what
-    (work_dir / "short.txt").write_text("w1 w2 w3")
-    code, what, why, _ = train_error(capsys, "--set", "data.path=short.txt")
-    assert code == FAILED
-    assert "16" in what + why
 
 
 def test_tokenizer_larger_than_vocabulary_is_an_error(
@@ -301,13 +269,6 @@ def test_train_keeps_foreign_folder(work_dir: Path, capsys: pytest.CaptureFixtur
     (work_dir / "thesis" / "text").write_text("all of it")
     code, what, *_ = train_error(capsys, "--out", "thesis")
     assert (code, what) == (FAILED, "thesis already exists and is not a run")
-
-
-def test_dry_run_writes_nothing(work_dir: Path, capsys: pytest.CaptureFixture[str]):
-    capsys.readouterr()
-    code, report = train_json(capsys, "--dry-run")
-    assert (code, report["steps"], report["mesh"], report["dry_run"]) == (OK, 12, "1,2,4", True)
-    assert not (work_dir / "runs").exists()
 
 
 def test_train_requires_a_recipe_or_the_schema_option(capsys: pytest.CaptureFixture[str]):

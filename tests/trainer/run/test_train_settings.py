@@ -16,7 +16,7 @@ from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
 from tests.helpers.run_cli import run_code, run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
 from tests.helpers.train_runs import read_losses, set_keys, train_error, train_json
-from tests.helpers.training_folder import WORDS, write_tokenizer
+from tests.helpers.training_folder import write_tokenizer
 from trainer.run.summary import dropout_text
 
 # `prep train` with another rotary embedding: resuming, exporting, and models that do not support it.
@@ -59,30 +59,6 @@ def test_resumed_run_and_export_keep_the_rope(capsys: pytest.CaptureFixture[str]
         assert (config["rope_scaling"], config["max_position_embeddings"]) == (scaling, 256)
     assert "rope_scaling" not in read_configs("tiny/config.json")[0]
     run_ok("verify", "runs/recipe")
-
-
-# By default test_rope_parity_live and test_parity compare logits of scaled embeddings.
-@pytest.mark.slow
-def test_eval_loss_of_scaled_rope_equals_transformers(capsys: pytest.CaptureFixture[str]):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    capsys.readouterr()
-    report = train_json(capsys, *LONG)[1]
-    run_ok("export", "runs/recipe", "--out", "learned")
-    ids = torch.tensor([WORDS.index(word) for word in Path("text.txt").read_text().split()] + [0])
-    blocks = ids[: len(ids) // 96 * 96].reshape(-1, 96)
-    holdout = blocks[len(blocks) - round(len(blocks) * 0.1) :]
-    losses = []
-    scaled, unscaled = (transformers.AutoConfig.from_pretrained("learned") for _ in range(2))
-    unscaled.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
-    for config in (scaled, unscaled):
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            "learned", config=config, dtype=torch.float32
-        ).eval()
-        with torch.no_grad():
-            losses.append(float(model(holdout, labels=holdout).loss))
-    assert report["eval_loss"] == pytest.approx(losses[0], rel=1e-5)
-    assert report["eval_loss"] != pytest.approx(losses[1], rel=1e-4), "the scaling has an effect"
 
 
 def test_next_run_scales_the_result_of_a_run(capsys: pytest.CaptureFixture[str]):
@@ -154,29 +130,6 @@ DEFAULTS = "vocab=mp, heads=mp, kv_heads=mp|none, mlp=mp, embed=fsdp, layers=non
 
 def read_manifest(folder: str) -> dict[str, Any]:
     return json.loads(Path(folder, "prep-manifest.json").read_text())
-
-
-# By default test_sharding compares losses with several rules, and tests below the rules of a run.
-@pytest.mark.slow
-def test_losses_do_not_depend_on_the_rules(capsys: pytest.CaptureFixture[str]):
-    run_ok("train", "recipe.toml", "--out", "default")
-    assert (
-        run_code("train", "recipe.toml", "--out", "changed", "--stop-after", "5", *RULES) == STOPPED
-    )
-    assert read_manifest("changed/5")["rules"] == ["embed=mp", "heads=fsdp", "mlp=none"]
-    capsys.readouterr()
-    assert (
-        main(["train", "recipe.toml", "--out", "changed", "--stop-after", "3", *OTHER_RULES])
-        == STOPPED
-    )
-    assert DEFAULTS.replace("embed=fsdp", "embed=none") in capsys.readouterr().err
-    assert read_manifest("changed/8")["rules"] == ["embed=none"]
-    assert main(["train", "recipe.toml", "--out", "changed"]) == OK
-    assert DEFAULTS.replace("embed=fsdp", "embed=none") in capsys.readouterr().err, (
-        "the rules of the last step"
-    )
-    np.testing.assert_allclose(read_losses("changed"), read_losses("default"), rtol=1e-5)
-    run_ok("verify", "changed")
 
 
 def test_dry_run_prints_the_rules(capsys: pytest.CaptureFixture[str]):

@@ -193,15 +193,6 @@ def raise_warning(text: str) -> None:
     raise AssertionError(text)
 
 
-# By default tests/trainer/run/test_train_events.py writes a profile.
-@pytest.mark.slow
-def test_profile_records_the_steps(tmp_path: Path):
-    profiler = StepProfiler(2, 3, tmp_path / "profile", raise_warning)
-    run_loop(tmp_path, options={"profiler": profiler})
-    assert not profiler.is_recording
-    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
-
-
 @pytest.fixture
 def profiler_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace the functions of JAX's profiler, and return the list of their calls.

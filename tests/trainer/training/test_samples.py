@@ -87,16 +87,6 @@ def test_sampler_takes_the_most_likely_tokens(tokenizer: TextTokenizer):
             assert_tokens_are_most_likely(setup, params, prompt, sample.text)
 
 
-# By default test_generator samples the same tokens on a mesh.
-@pytest.mark.slow
-def test_samples_do_not_depend_on_the_mesh(tokenizer: TextTokenizer):
-    texts = set[tuple[Any, ...]]()
-    for mesh in ("", "2,2,2", "1,8,1"):
-        setup = runs.make_setup(mesh=mesh)
-        texts.add(tuple(make_sampler(tokenizer, setup).generate(runs.make_state(setup)["params"])))
-    assert len(texts) == 1
-
-
 def test_sampler_reads_prompts_with_the_encoder(tokenizer: TextTokenizer):
     setup = runs.make_setup(T5)
     params = init_params(setup.model, 0)

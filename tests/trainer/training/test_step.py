@@ -102,25 +102,6 @@ def test_losses_do_not_depend_on_mesh_or_micro_batches(
     np.testing.assert_allclose(losses, one_device_losses, rtol=1e-5)
 
 
-# By default test_sharding compares loss and gradients of such a mesh.
-@pytest.mark.slow
-def test_losses_with_unsplit_kv_heads_match_one_device():
-    """A mesh with mp 8 splits 8 query heads but not 4 key and value heads."""
-    losses, _ = train_losses(runs.make_setup(runs.LLAMA, mesh="1,1,8"), 5)
-    expected, _ = train_losses(runs.make_setup(runs.LLAMA), 5)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-
-
-# By default test_sharding compares loss and gradients of experts on this mesh.
-@pytest.mark.slow
-def test_expert_losses_do_not_depend_on_mesh_or_micro_batches():
-    setup = runs.make_setup(
-        runs.MIXTRAL, mesh="2,2,2", accumulate=2, remat_policy="dots_saveable", ffn_chunk_size=5
-    )
-    expected, _ = train_losses(runs.make_setup(runs.MIXTRAL), 5)
-    np.testing.assert_allclose(train_losses(setup, 5)[0], expected, rtol=1e-5)
-
-
 def updated_weight(accumulate: int, weights: np.ndarray) -> jax.Array:
     """Return a weight after a step with these token weights."""
     setup = runs.make_setup(accumulate=accumulate)
@@ -372,14 +353,6 @@ def losses(scale: LossScale | None, dtype: str = "float16", accumulate: int = 1)
 def test_float16_follows_float32():
     expected = losses(None, "float32")
     np.testing.assert_allclose(losses(DYNAMIC, accumulate=2), expected, rtol=5e-3)
-
-
-# By default test_float16_follows_float32 compares scaled steps.
-@pytest.mark.slow
-def test_loss_scale_changes_float32_by_rounding():
-    expected = losses(None, "float32")
-    actual = losses(LossScale(1024.0, is_dynamic=False), "float32")
-    np.testing.assert_allclose(actual, expected, rtol=2e-6)
 
 
 def test_overflow_is_skipped_and_halves_the_scale():
