@@ -280,6 +280,7 @@ def test_deeply_nested_list_of_a_saved_dataset_is_refused(tmp_path: Path, name: 
         find_data_files([str(tmp_path)], "auto")
 
 
+@pytest.mark.slow
 def test_dataset_saved_by_the_library_is_read(tmp_path: Path):
     datasets = pytest.importorskip("datasets")
     part = datasets.Dataset.from_dict({"text": ["the cat", "the hat sat"] * 4})

@@ -19,6 +19,7 @@ from prepcli.commands.operations.generate import read_prompts
 from prepcli.core.errors import FAILED, PrepError
 from prepcli.formats import tokenizer_files
 from tests.helpers.corpus import make_tokenizer
+from tests.helpers.slow_cases import slow_except
 from trainer.data.tokenizer import load_tokenizer
 
 BROKEN_MAP = base64.b64encode(b"\x10\0\0\0" + b"\xff" * 16 + b"abc").decode()
@@ -140,9 +141,9 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_limits")
-@pytest.mark.parametrize("normalizer", GROWTH.values(), ids=GROWTH)
-def test_normalizer_that_grows_texts_is_an_error(tmp_path: Path, normalizer: dict[str, Any]):
-    tokenizer = load_tokenizer(write_parts(tmp_path, {"normalizer": normalizer}))
+@pytest.mark.parametrize("name", slow_except(GROWTH, ["precompiled maps", "sequence"]))
+def test_normalizer_that_grows_texts_is_an_error(tmp_path: Path, name: str):
+    tokenizer = load_tokenizer(write_parts(tmp_path, {"normalizer": GROWTH[name]}))
     with pytest.raises(PrepError, match=r"it needs more than 2[0-9][0-9] MiB of memory"):
         tokenizer.encode(["a" * 100_000])
     with pytest.raises(PrepError, match=r"it needs more than 2[0-9][0-9] MiB of memory"):

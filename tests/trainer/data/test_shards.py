@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 import prepcli
 from prepcli.core.errors import PrepError
 from tests.helpers.corpus import TEXT, change, make_config, write_json
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.token_stores import NAME, fill, read_files, write_earlier_layout, write_shards
 from tests.trainer.data.readers.test_token_files import DOCUMENTS, write_dataset
 from trainer.data import encode, shards, store_files
@@ -171,7 +172,7 @@ def test_store_has_the_bytes_of_one_process(
     assert stores(config) == [results[-1].folder.name]
 
 
-@pytest.mark.parametrize("nbytes", [90, 1000])
+@pytest.mark.parametrize("nbytes", slow_except([90, 1000], [90]))
 @pytest.mark.parametrize(
     "changes",
     [
@@ -612,6 +613,7 @@ def test_killed_processes_continue(config: TokenizeConfig, of: int):
     assert read_files(tokenize(config).folder) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_processes_with_the_same_share_agree(config: TokenizeConfig):
     """E.g. two runs of one recipe that are started at the same time."""

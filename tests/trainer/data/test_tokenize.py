@@ -25,6 +25,7 @@ from tests.helpers.corpus import (
     write_json,
 )
 from tests.helpers.earlier_tokens import BOS, chat_config, make_earlier_tokens, recorded_identity
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.token_stores import read_files
 from trainer.data import encode as encode_module
 from trainer.data.examples import IdentityChange
@@ -204,7 +205,7 @@ def test_store_identity_depends_on_all_inputs(tmp_path: Path):
     }
 
 
-@pytest.mark.parametrize("moment", ["first", "last", "synced"])
+@pytest.mark.parametrize("moment", slow_except(["first", "last", "synced"], ["synced"]))
 def test_killed_tokenization_leaves_no_store(tmp_path: Path, moment: str):
     (tmp_path / "a.txt").write_text(TEXT * 100)
     config = make_config(tmp_path, tmp_path / "a.txt")
@@ -223,7 +224,7 @@ def test_killed_tokenization_leaves_no_store(tmp_path: Path, moment: str):
     assert tokens.ids[:].tolist() == [*encode(config.tokenizer, TEXT * 100), EOS]
 
 
-@pytest.mark.parametrize("switch", ["true", "false"])
+@pytest.mark.parametrize("switch", slow_except(["true", "false"], ["true"]))
 def test_store_does_not_depend_on_threads(tmp_path: Path, switch: str):
     (tmp_path / "a.txt").write_text(TEXT * 100)
     config = make_config(tmp_path, tmp_path / "a.txt")

@@ -425,6 +425,7 @@ def test_files_of_other_tokenizers_are_read_by_transformers(tmp_path: Path):
     assert changed.max_id == tokenizer.max_id + 1
 
 
+@pytest.mark.slow
 def test_code_beside_a_tokenizer_is_not_run(tmp_path: Path):
     pytest.importorskip("transformers")
     write_wordpiece(tmp_path)

@@ -164,10 +164,8 @@ RULES = {
             for mesh in ("1,2,4", "2,2,2", "dp:2,fsdp:4")
         ],
         (
-            ("inner", "llama", "1,2,4"),
             ("leaves", "mixtral", "1,2,4"),
             ("activations", "gpt_neo", "2,2,2"),
-            ("changed preset", "gpt_neo", "2,2,2"),
         ),
     ),
 )

@@ -53,8 +53,8 @@ UNPADDED_CONFIGS: dict[str, dict[str, Any]] = {
 }
 # one model for each kind of layer and each rotary embedding that depends on the length
 FAST_MODELS = ("gpt_neo", "phi3-longrope", "llama-dynamic", "t5")
-# one model for each kind of layer
-FAST_STEPS = (*FAST_MODELS, "gptj", "opt-350m", "gemma2", "qwen3_moe")
+# one model for each kind of attention to the cache, and of its feed-forward part
+FAST_STEPS = (*FAST_MODELS, "gemma2", "qwen3_moe")
 SLOTS = PROMPT_LENGTHS[-1] + MAX_NEW_TOKENS - 1
 
 

@@ -83,9 +83,7 @@ def outputs(params: Tree, model: ModelSpec) -> np.ndarray:
     return np.asarray(jax.jit(lambda params: run(params, model))(params))
 
 
-@pytest.mark.parametrize(
-    "name", slow_except(list(CONFIGS), ["gpt2", "qwen2_moe", "mamba", "gpt_oss", "mixtral"])
-)
+@pytest.mark.parametrize("name", slow_except(list(CONFIGS), ["gpt2", "mixtral"]))
 def test_adapters_equal_merged_weights_in_every_family(name: str):
     config = CONFIGS[name]
     family = FAMILIES[name]

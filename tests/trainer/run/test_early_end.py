@@ -261,7 +261,7 @@ def _patience(folder: str, step: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("best", "counts"),
     [
-        pytest.param(("checkpoint.best=eval_loss",), (2, 2), id="best"),
+        pytest.param(("checkpoint.best=eval_loss",), (2, 2), marks=pytest.mark.slow, id="best"),
         pytest.param((), (2, 1), marks=pytest.mark.slow, id="loss"),
         pytest.param(
             ("checkpoint.best=eval_accuracy",), (4, 2), marks=pytest.mark.slow, id="accuracy"

@@ -496,7 +496,7 @@ def mixtral_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("_mesh_dir")
-@pytest.mark.parametrize("name", slow_except(list(MESHES), ["tensor", "experts"]))
+@pytest.mark.parametrize("name", slow_except(list(MESHES), ["experts"]))
 def test_adapters_of_experts_do_not_depend_on_the_mesh(name: str, mixtral_folder: Path):
     shutil.copytree(mixtral_folder, ".", dirs_exist_ok=True)
     assert main(train_command("many", *MESHES[name])) == OK

@@ -181,7 +181,7 @@ def tiny_recipe(case: Tiny) -> Path:
 
 # The shipped recipes of models and datasets on the hub: their plans, the tokens with loss, and runs of tiny models.
 
-SHOWN_BY_DEFAULT = ("gemma-3-4b-chat", "qwen3-8b-tools", "olmo-2-7b-math")
+SHOWN_BY_DEFAULT = ("qwen3-8b-tools",)
 
 
 PLAN_COMMENT = re.compile(r"^# (Plan for .*)$", re.MULTILINE)

@@ -61,6 +61,7 @@ def test_resumed_run_and_export_keep_the_rope(capsys: pytest.CaptureFixture[str]
     run_ok("verify", "runs/recipe")
 
 
+@pytest.mark.slow
 def test_next_run_scales_the_result_of_a_run(capsys: pytest.CaptureFixture[str]):
     assert run_code("train", "recipe.toml", "--stop-after", "1", *LONG) == STOPPED
     words = set_keys(

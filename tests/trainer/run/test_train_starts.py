@@ -88,7 +88,7 @@ def make_source(kind: str) -> str:
 KINDS = ["tiny", "bin", "hf-flax", "easylm", "maxtext", "exported"]
 
 
-@pytest.mark.parametrize("kind", slow_except(KINDS, ["hf-flax", "maxtext"]))
+@pytest.mark.parametrize("kind", slow_except(KINDS, ["maxtext"]))
 def test_training_from_a_source_equals_training_from_its_init(kind: str):
     run_ok("save-init", "tiny", "--pad-vocab", "auto", "--mesh", "1,2,4", "--out", "init")
     assert comparable(train_two_steps(make_source(kind))) == comparable(train_two_steps("init"))

@@ -86,7 +86,7 @@ def log_lines(run: str) -> list[dict[str, Any]]:
     return [{key: line[key] for key in line if key not in MEASURED} for line in lines]
 
 
-@pytest.mark.parametrize("step", [10, 12])
+@pytest.mark.parametrize("step", slow_except([10, 12], [12]))
 def test_stop_in_an_evaluation_loses_no_step(work_dir: Path, step: int):
     """The same command evaluates the step again, and ends with the bits of a run without a stop."""
     run_ok(*TRAIN[:3], "whole", *TRAIN[4:])
@@ -317,6 +317,7 @@ EARLY_WORDS = (
 )
 
 
+@pytest.mark.slow
 def test_signal_after_an_early_end_names_the_missing_exports(work_dir: Path):
     process = start_python(PREP_ON_HANGING_DISK, *EARLY_WORDS, has_jax=True)
     wait_until(is_export_awaited, process)

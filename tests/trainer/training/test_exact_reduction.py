@@ -138,6 +138,7 @@ def test_exact_runs_do_not_depend_on_micro_batches(
     check_equal_runs(result, expected, VARIANTS[1])
 
 
+@pytest.mark.slow
 def test_exact_step_equals_fast_step_up_to_rounding(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ):

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
 from tests.helpers.corpus import change, make_config
+from tests.helpers.slow_cases import slow_except
 from trainer.data import chat_template
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.files import hash_file
@@ -430,7 +431,7 @@ def test_default_limit_is_64_mib():
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": zstandard.compress}
 
 
-@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("suffix", slow_except(COMPRESS, [".zst"]))
 def test_highly_compressed_stream_is_decompressed_in_parts(suffix: str):
     data = COMPRESS[suffix](bytes(200 << 20))
     limit = 64 << 20
@@ -554,7 +555,7 @@ def bad_conversations(folder: Path, template: str, count: int) -> TokenizeConfig
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        (ENDLESS, "it took more than 1 s of CPU time"),
+        pytest.param(ENDLESS, "it took more than 1 s of CPU time", marks=pytest.mark.slow),
         (HUGE, "it needs more than 512 MiB of memory"),
     ],
 )

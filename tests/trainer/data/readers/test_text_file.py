@@ -337,6 +337,7 @@ def test_files_of_all_types_give_equal_stores(
     assert [digests(tmp_path, tokenizer, path) for path in write(tmp_path, ROWS)] == [expected] * 3
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(TEXTS, min_size=1, max_size=8))
 def test_any_text_is_read_alike(tokenizer: Path, texts: list[str]):
@@ -348,6 +349,7 @@ def test_any_text_is_read_alike(tokenizer: Path, texts: list[str]):
         assert others == [expected] * 8
 
 
+@pytest.mark.slow
 def test_compressed_text_gives_the_tokens_of_the_text(tmp_path: Path, tokenizer: Path):
     text = (TEXT * 9000).encode()
     (tmp_path / "a.txt").write_bytes(text)

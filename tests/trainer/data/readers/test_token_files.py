@@ -466,6 +466,7 @@ def test_row_groups_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert file.read().to_pydict()["input_ids"] == documents_of(tokens)
 
 
+@pytest.mark.slow
 def test_megatron_reads_the_export_and_is_read(tmp_path: Path):
     pytest.importorskip("megatron.core")
     torch: Any = pytest.importorskip("torch")
