@@ -42,9 +42,7 @@ def fault_sources(tmp_path_factory: pytest.TempPathFactory) -> FaultSources:
 
 
 @pytest.fixture
-def sources(
-    fault_sources: FaultSources, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> FaultSources:
+def sources(fault_sources: FaultSources, tmp_path: Path, monkeypatch: MonkeyPatch) -> FaultSources:
     """Copy the sources to the working folder of a test."""
     fault_sources.copy_to(tmp_path)
     return fault_sources
