@@ -44,6 +44,10 @@ STOP_TRIALS_RATIO = 2.0
 # <linux/fs.h>: SYNC_FILE_RANGE_WAIT_BEFORE is 1, WRITE 2, WAIT_AFTER 4
 _START = 2
 _WAIT = 7
+# <linux/magic.h>: tmpfs and ramfs
+_MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
+# `struct statfs` is shorter on all architectures.
+_MAX_STATFS_NBYTES = 256
 # Answers of file systems without `fallocate`. The file then gets its size, but no disk space.
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.ESPIPE)
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -172,6 +176,15 @@ def allocate(fd: int, nbytes: int) -> None:
         if error.errno not in _UNSUPPORTED:
             raise
     os.ftruncate(fd, nbytes)
+
+
+def is_in_memory(fd: int) -> bool:
+    """Return whether the file system of an open file has no disk, such as tmpfs."""
+    result = ctypes.create_string_buffer(_MAX_STATFS_NBYTES)
+    if _LIBC.fstatfs(fd, result):
+        return False
+    # The first field is `f_type`.
+    return ctypes.c_long.from_buffer(result).value in _MEMORY_FILE_SYSTEMS
 
 
 def _call_uninterrupted(function: Callable[..., int] | None, *arguments: int) -> None:
@@ -310,13 +323,20 @@ class Files(ClosedAfterBlock):
         except OSError as error:
             raise io_error(path, error) from error
         if self._is_kept_open:
-            try:
-                fd = os.open(path, direct_flags | os.O_DIRECT | os.O_CLOEXEC)
-                self._descriptors.append(fd)
-            except OSError:
-                # The file system does not support direct I/O.
-                fd = -1
-            self._direct.append(fd)
+            self._direct.append(self._open_direct(path, direct_flags, fd))
+
+    def _open_direct(self, path: Path, flags: int, buffered_fd: int) -> int:
+        """Open a file for direct I/O, and return its descriptor, or -1 without direct I/O."""
+        # tmpfs accepts O_DIRECT since Linux 6.6 and copies as ever, but aligned writes need one more copy in memory.
+        if is_in_memory(buffered_fd):
+            return -1
+        try:
+            fd = os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError:
+            # The file system does not support direct I/O.
+            return -1
+        self._descriptors.append(fd)
+        return fd
 
     def _acquire(self, file: int) -> int:
         """Return a buffered descriptor of a file. `_release` ends its use. Raise PrepError if it cannot be opened."""

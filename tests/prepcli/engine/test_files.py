@@ -7,7 +7,8 @@ import fcntl
 import itertools
 import os
 import resource
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ from prepcli.engine import files as files_module
 from prepcli.engine.files import PAGE, Files, WritePolicy
 from prepcli.stores.buffers import ByteArray, allocate_buffer
 from prepcli.stores.files import io_error
+from tests.helpers.run_cli import run_json
+from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 
 SIZE = 5 * PAGE + 123
 QUIET = settings(
@@ -105,6 +108,19 @@ def prefer_writeback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         files_module, "WritePolicy", lambda *_, **__: WritePolicy(0, has_direct=False)
     )
+
+
+MEMORY_FOLDER = "/dev/shm"
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[Path]:
+    """A new folder in tmpfs."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    if [MEMORY_FOLDER, "tmpfs"] not in mounts or not os.access(MEMORY_FOLDER, os.W_OK):
+        pytest.skip(f"{MEMORY_FOLDER} is not a writable tmpfs")
+    with tempfile.TemporaryDirectory(dir=MEMORY_FOLDER) as folder:
+        yield Path(folder)
 
 
 FILE_SYSTEMS = {
@@ -408,3 +424,11 @@ def test_io_error_states_the_system_error():
         io_error(Path("x/y"), OSError(errno.EACCES, "Permission denied")).why == "Permission denied"
     )
     assert io_error(Path("x/y"), OSError("odd")).why == "odd"
+
+
+def test_conversion_in_memory_copies_nothing_for_its_page_offset(memory_folder: Path, capsys):
+    model = memory_folder / "model"
+    make_checkpoint(model, LLAMA)
+    words = ("pad-vocab", str(model), "--multiple", "7", "--out", str(memory_folder / "out"))
+    report = run_json(capsys, *words)
+    assert report["bytes"]["moved"] == report["bytes"]["read"] + report["bytes"]["written"]
