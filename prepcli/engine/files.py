@@ -203,6 +203,8 @@ RESERVED_DESCRIPTORS = 512
 MAX_KEPT_FILES = 1000
 # Bytes written to the page cache before their writeback starts.
 WRITEBACK_NBYTES = 4 << 20
+# Shorter reads are not looked up in the page cache first.
+MIN_CACHED_NBYTES = 1 << 20
 _Call = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
 
 
@@ -499,10 +501,12 @@ class Files(ClosedAfterBlock):
         """Repeat a system call until `nbytes` bytes are transferred."""
         buffered_fd = self._acquire(file)
         fd = buffered_fd
-        if is_paged and self._direct[file] >= 0:
-            fd = self._direct[file]
         done = 0
         view = data.data
+        if is_paged and self._direct[file] >= 0:
+            fd = self._direct[file]
+            if call is os.preadv and nbytes >= MIN_CACHED_NBYTES:
+                done = _read_cached(buffered_fd, view, offset)
         try:
             while done < nbytes:
                 try:
@@ -550,6 +554,20 @@ class Files(ClosedAfterBlock):
             raise self._write_error from error
         finally:
             self._release(fd)
+
+
+def _read_cached(fd: int, view: memoryview, offset: int) -> int:
+    """Read the bytes from `offset` on that are in the page cache, and return the size of their whole pages.
+
+    A model that was just downloaded or written is in memory. Direct I/O would read it from disk again.
+    """
+    try:
+        # Ends before the first page that is not in memory.
+        count = os.preadv(fd, [view], offset, os.RWF_NOWAIT)
+    except OSError:
+        # The first page is not in memory, or the file system cannot tell.
+        return 0
+    return count if count == len(view) else count // PAGE * PAGE
 
 
 def _replaced_error(path: Path) -> PrepError:

@@ -102,6 +102,24 @@ def return_short_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, name, short_call)
 
 
+def cache_some_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a page cache with the first pages of some reads, and part of a page at the end of others."""
+    monkeypatch.setattr(files_module, "MIN_CACHED_NBYTES", PAGE)
+    real = os.preadv
+    counts = itertools.cycle([0, PAGE, 2 * PAGE, PAGE + 5])
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if not flags:
+            return real(fd, buffers, offset)
+        count = next(counts)
+        if not count:
+            raise BlockingIOError
+        (view,) = buffers
+        return real(fd, [view[:count]], offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+
+
 def prefer_writeback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a file system with faster writes through the page cache."""
     monkeypatch.setattr(files_module, "WRITEBACK_NBYTES", 2 * PAGE)
@@ -115,7 +133,7 @@ MEMORY_FOLDER = "/dev/shm"
 
 @pytest.fixture
 def memory_folder() -> Iterator[Path]:
-    """A new folder in tmpfs."""
+    """Yield a new folder in tmpfs."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     if [MEMORY_FOLDER, "tmpfs"] not in mounts or not os.access(MEMORY_FOLDER, os.W_OK):
         pytest.skip(f"{MEMORY_FOLDER} is not a writable tmpfs")
@@ -129,6 +147,7 @@ FILE_SYSTEMS = {
     "none": reject_direct_open,
     "none, rejected late": reject_direct_io,
     "short": return_short_counts,
+    "cached": cache_some_pages,
 }
 
 
@@ -432,3 +451,21 @@ def test_conversion_in_memory_copies_nothing_for_its_page_offset(memory_folder: 
     words = ("pad-vocab", str(model), "--multiple", "7", "--out", str(memory_folder / "out"))
     report = run_json(capsys, *words)
     assert report["bytes"]["moved"] == report["bytes"]["read"] + report["bytes"]["written"]
+
+
+def test_cached_pages_are_not_read_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # The kernel keeps written pages, and may read further ones into the cache.
+    monkeypatch.setattr(files_module, "MIN_CACHED_NBYTES", PAGE)
+    content = some_bytes(64 * PAGE)
+    path = tmp_path / "source"
+    path.write_bytes(content.tobytes())
+    real = os.preadv
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        assert fd not in direct_descriptors()
+        return real(fd, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with Files([path]) as files:
+        run = StridedCopy(0, 0, 0, content.size)
+        np.testing.assert_array_equal(files.read_run(run, allocate_buffer(66 * PAGE)), content)
