@@ -70,6 +70,34 @@ class NullProgress:
         """Ignore the call."""
 
 
+class LockedProgress:
+    """The counts of several threads for a Progress, one after another."""
+
+    def __init__(self, inner: Progress) -> None:
+        self._inner = inner
+        self._lock = threading.Lock()
+
+    def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
+        """Begin a task."""
+        with self._lock:
+            self._inner.begin(task, total_bytes, done_bytes)
+
+    def advance(self, written_bytes: int) -> None:
+        """Count bytes that were written."""
+        with self._lock:
+            self._inner.advance(written_bytes)
+
+    def note(self, text: str) -> None:
+        """Show the current step."""
+        with self._lock:
+            self._inner.note(text)
+
+    def end(self) -> None:
+        """End the task."""
+        with self._lock:
+            self._inner.end()
+
+
 @runtime_checkable
 class Observer(Protocol):
     """Receiver of the notes, the warnings and the progress of an operation.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,11 @@ MIN_MEMORY_NBYTES = 32 * MIB
 # Larger slabs are not faster, because their pages must first be faulted in.
 MAX_SLAB_NBYTES = 32 * MIB
 MAX_BUFFERS = 8
+# Lanes of a process: pipelines that run at the same time. A few saturate the memory and the disk.
+MAX_LANES = 4
+# A lane with less has small buffers, and one that moves less is not worth its threads.
+MIN_LANE_MEMORY_NBYTES = 128 * MIB
+MIN_LANE_NBYTES = 16 * MIB
 # Memory for buffers, in addition to the reserve and matrices.
 MIN_BUFFERS_NBYTES = 12 * MIB
 
@@ -89,6 +95,27 @@ def make_budget(nbytes: int, min_buffer_nbytes: int = 0, *, kept_nbytes: int = 0
         slab_nbytes = quarter_nbytes
     buffer_count = min(MAX_BUFFERS, usable_nbytes // (slab_nbytes + 2 * PAGE))
     return Budget(nbytes, slab_nbytes, buffer_count)
+
+
+def count_lanes(
+    moved_nbytes: int, memory_nbytes: int, *, min_buffer_nbytes: int = 0, kept_nbytes: int = 0
+) -> int:
+    """Return the number of pipelines that move bytes at the same time, each with its part of a memory limit.
+
+    Args:
+        moved_nbytes: Bytes to move.
+        memory_nbytes: The limit.
+        min_buffer_nbytes: See `make_budget`.
+        kept_nbytes: See `make_budget`. Each lane keeps so much.
+    """
+    needed_nbytes = MIN_LANE_MEMORY_NBYTES + 4 * (min_buffer_nbytes + kept_nbytes)
+    counts = (
+        MAX_LANES,
+        len(os.sched_getaffinity(0)),
+        memory_nbytes // needed_nbytes,
+        moved_nbytes // MIN_LANE_NBYTES,
+    )
+    return max(1, min(counts))
 
 
 def check_memory(nbytes: int, limit: str) -> None:

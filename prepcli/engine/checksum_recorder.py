@@ -37,15 +37,16 @@ class ChecksumRecorder:
     `sums` has the checksum of each block, by block number.
     """
 
-    def __init__(self, extents: Sequence[ChunkExtent]) -> None:
+    def __init__(self, extents: Sequence[ChunkExtent], sums: ChecksumArray | None = None) -> None:
         """Begin without a checksum.
 
         Args:
             extents: Positions of the output's chunks in files, sorted by file and offset.
+            sums: Checksums by block number, of several recorders. None for new ones.
         """
         self._extents = extents
         self._starts = [(extent.file, extent.offset) for extent in extents]
-        self.sums: ChecksumArray = np.zeros(count_blocks(extents), np.uint64)
+        self.sums = np.zeros(count_blocks(extents), np.uint64) if sums is None else sums
         # Blocks recorded since the last call of `take_new`
         self._new: list[int] = []
         # Number of a partly hashed block -> hash state, next byte of the chunk

@@ -67,6 +67,8 @@ class Writeback:
         self._window_nbytes = window_nbytes
         self._started: deque[tuple[int, int, int]] = deque()  # descriptor, offset, bytes
         self._nbytes = 0
+        # Several pipelines write to the files of an output.
+        self._lock = threading.Lock()
 
     def start(self, fd: int, offset: int, nbytes: int) -> None:
         """Start writeback of a range's whole pages, and wait for older ranges beyond the window. Raises OSError."""
@@ -74,14 +76,16 @@ class Writeback:
         stop = (offset + nbytes) // PAGE * PAGE
         if start >= stop:
             return
-        start_writeback(fd, start, stop - start)
-        self._started.append((fd, start, stop - start))
-        self._nbytes += stop - start
-        self._finish_oldest(self._window_nbytes)
+        with self._lock:
+            start_writeback(fd, start, stop - start)
+            self._started.append((fd, start, stop - start))
+            self._nbytes += stop - start
+            self._finish_oldest(self._window_nbytes)
 
     def drain(self) -> None:
         """Wait for all ranges. Raises OSError."""
-        self._finish_oldest(0)
+        with self._lock:
+            self._finish_oldest(0)
 
     def _finish_oldest(self, max_nbytes: int) -> None:
         """Wait for the oldest ranges until at most `max_nbytes` bytes are in the window."""
@@ -100,6 +104,7 @@ class WritePolicy:
     def __init__(self, total_nbytes: int, has_direct: bool = True) -> None:
         self.writeback = Writeback()
         self._seconds_per_byte: dict[WriteMode, list[float]] = {mode: [] for mode in WriteMode}
+        self._trial_lock = threading.Lock()
         is_measured = HAS_WRITEBACK and has_direct and total_nbytes >= MIN_MEASURED_NBYTES
         self._fixed: WriteMode | None = None
         if not is_measured:
@@ -118,11 +123,14 @@ class WritePolicy:
         if self._fixed or nbytes < TRIAL_NBYTES:
             yield self._fixed or WriteMode.DIRECT
             return
-        mode = min(WriteMode, key=lambda mode: len(self._seconds_per_byte[mode]))
-        start_s = time.perf_counter()
-        yield mode
-        self.writeback.drain()
-        self.add_measurement(mode, (time.perf_counter() - start_s) / nbytes)
+        # One measurement at a time
+        with self._trial_lock:
+            mode = self._fixed or min(WriteMode, key=lambda mode: len(self._seconds_per_byte[mode]))
+            start_s = time.perf_counter()
+            yield mode
+            self.writeback.drain()
+            if self._fixed is None:
+                self.add_measurement(mode, (time.perf_counter() - start_s) / nbytes)
 
     def add_measurement(self, mode: WriteMode, seconds_per_byte: float) -> None:
         """Add a measurement. After the last one the mode is fixed."""
@@ -282,6 +290,7 @@ class Files(ClosedAfterBlock):
         self._descriptors: list[int] = []
         self._unsynced: set[int] = set()
         self._unsynced_lock = threading.Lock()  # another thread may sync
+        self._sync_lock = threading.Lock()
         self._write_error: PrepError | None = None
         self._is_kept_open = len(self.paths) <= MAX_KEPT_FILES
         # Device and inode of each file that is not kept open.
@@ -535,12 +544,14 @@ class Files(ClosedAfterBlock):
         Raises:
             PrepError: Writing failed, now or in an earlier call: the system reports a failed write only once.
         """
-        if self._write_error:
-            raise self._write_error
-        with self._unsynced_lock:
-            unsynced = self._unsynced
-            self._unsynced = set()
-        sync_many(self._sync_file, sorted(unsynced))
+        # Another caller may have taken the files of this one: its sync must be complete, too.
+        with self._sync_lock:
+            if self._write_error:
+                raise self._write_error
+            with self._unsynced_lock:
+                unsynced = self._unsynced
+                self._unsynced = set()
+            sync_many(self._sync_file, sorted(unsynced))
 
     def _sync_file(self, file: int) -> None:
         """Make the written bytes of one file durable. Raises PrepError."""

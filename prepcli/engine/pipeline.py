@@ -19,7 +19,7 @@ import numpy as np
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import RERUN_HINT, Option, PrepError, text
 from prepcli.core.observer import Progress
-from prepcli.core.worker_thread import WorkerThread, wait_for_threads
+from prepcli.core.worker_thread import WorkerThread, run_in_threads, wait_for_threads
 from prepcli.engine.background_sync import BackgroundSync, StreamPrefix, SyncPoint, UnitPart
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
 from prepcli.engine.casts import ValueTransform
@@ -243,7 +243,7 @@ class Pipeline:
                     break
             self._finish_stages()
         except BaseException as error:
-            self._set_error(error)
+            self.fail(error)
             # The error is kept, and the caller closes the files.
             self._finish_stages()
         self.mover.stop()
@@ -324,7 +324,7 @@ class Pipeline:
             try:
                 call()
             except BaseException as error:
-                self._set_error(error)
+                self.fail(error)
 
     def _begin_unit(self, unit: PipelineUnit) -> None:
         self.written_unit = unit.number
@@ -339,8 +339,8 @@ class Pipeline:
             self.observer.complete_unit(number)
         self.unsynced_units.append(number)
 
-    def _set_error(self, error: BaseException) -> None:
-        """Remember the first error of the run. Slabs in later stages are skipped."""
+    def fail(self, error: BaseException) -> None:
+        """End the run with an error, the first one of all. Slabs in later stages are skipped."""
         self.error = self.error or error
 
     def _finish_stages(self) -> None:
@@ -348,9 +348,9 @@ class Pipeline:
         # The mover submits to the writer, so the writer gets its last task only after the mover has
         # ended.
         self.mover.submit(self.permute_pool.shutdown)
-        wait_for_threads([self.mover], self._set_error)
+        wait_for_threads([self.mover], self.fail)
         self.writer.submit(self._sync_last_point)
-        wait_for_threads([self.writer], self._set_error)
+        wait_for_threads([self.writer], self.fail)
 
     def _sync_last_point(self) -> None:
         """Make all written bytes durable, also after an error."""
@@ -360,7 +360,7 @@ class Pipeline:
             if background_sync:
                 background_sync.finish(self._take_sync_point())
         except BaseException as error:
-            self._set_error(error)
+            self.fail(error)
 
     def _make_task(self, slab: Slab, durable_nbytes: int) -> _SlabTask:
         """Return the task of a slab, with buffers from the pool. The first bytes of its stream are durable."""
@@ -400,7 +400,7 @@ class Pipeline:
                     submit_next(task)
                     passed_on = True
         except BaseException as error:
-            self._set_error(error)
+            self.fail(error)
         finally:
             if not passed_on:
                 self.buffers.release(task.buffers)
@@ -527,6 +527,31 @@ class Pipeline:
         self.unsynced_units = []
         self.unsynced_nbytes = 0
         return point
+
+
+def run_pipelines(pipelines: Sequence[Pipeline]) -> None:
+    """Run pipelines at the same time, each in a thread, and wait for all of them. The first error stops the others.
+
+    Raises:
+        PrepError: Reading or writing failed.
+    """
+    waiting = [*pipelines]
+
+    def stop_all(error: BaseException) -> None:
+        for pipeline in pipelines:
+            pipeline.fail(error)
+
+    def run_next() -> None:
+        try:
+            waiting.pop(0).run()
+        except BaseException as error:
+            stop_all(error)
+            raise
+
+    stopped = PrepError("the run was interrupted")
+    errors = run_in_threads(run_next, len(pipelines), on_interruption=partial(stop_all, stopped))
+    if errors:
+        raise errors[0]
 
 
 def needs_gather(slab: Slab, is_aligned: bool) -> bool:

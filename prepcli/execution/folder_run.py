@@ -5,23 +5,25 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from prepcli.core.errors import Option, OutputExistsError, PrepError, text
 from prepcli.core.formatting import format_bytes
 from prepcli.core.json_values import JsonObject
+from prepcli.core.observer import LockedProgress, Progress
 from prepcli.engine.background_sync import StreamPrefix, SyncPoint
 from prepcli.engine.blobs import open_blobs
-from prepcli.engine.budget import make_budget
-from prepcli.engine.checksum_recorder import ChecksumRecorder
+from prepcli.engine.budget import MAX_LANES, count_lanes, make_budget
+from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import Files, RunReader
-from prepcli.engine.pipeline import Pipeline, PipelineUnit
+from prepcli.engine.pipeline import Pipeline, PipelineUnit, run_pipelines
 from prepcli.execution.data_checks import (
     check_data_files,
     check_unchanged,
@@ -65,7 +67,14 @@ MAX_CHECKED = 64
 
 
 class FolderRun(ConversionRun):
-    """Writes the output of a plan to a folder."""
+    """Writes the output of a plan to a folder.
+
+    Attributes:
+        max_lanes: Pipelines that may run at the same time.
+        sums: Checksums of the output's blocks, by block number. 0 for an unknown one.
+    """
+
+    max_lanes: ClassVar[int] = MAX_LANES
 
     def __init__(
         self,
@@ -86,22 +95,32 @@ class FolderRun(ConversionRun):
         # The matrices of a low-rank update and the pieces of new tokens stay in memory during the
         # run, in addition to the buffers.
         kept_nbytes = max((stream.kept_nbytes for stream in plan.streams), default=0)
+        kept_nbytes += encoder_nbytes
+        buffer_nbytes = min_buffer_nbytes(plan.streams)
+        num_lanes = 1
+        # Other processes of this machine have the other cores.
+        if request.pool.share.count == 1:
+            moved_nbytes = sum(stream.nbytes for stream in plan.streams)
+            most_lanes = count_lanes(
+                moved_nbytes,
+                request.pool.memory_nbytes,
+                min_buffer_nbytes=buffer_nbytes,
+                kept_nbytes=kept_nbytes,
+            )
+            num_lanes = min(self.max_lanes, most_lanes)
         budget = make_budget(
-            request.pool.memory_nbytes,
-            min_buffer_nbytes(plan.streams),
-            kept_nbytes=kept_nbytes + encoder_nbytes,
+            request.pool.memory_nbytes // num_lanes, buffer_nbytes, kept_nbytes=kept_nbytes
         )
         self.folder_store = FolderStore(out)
-        super().__init__(request, self.folder_store, units or find_folder_units(plan), budget)
+        all_units = units or find_folder_units(plan)
+        super().__init__(request, self.folder_store, all_units, budget, num_lanes)
         self.out = out
         folder = self.folder_store.folder / plan.item
         self.files = [folder / file.path for file in plan.files]
         self.extents = chunk_extents(plan.leaves)
-        self.recorder = ChecksumRecorder(self.extents)
+        self.sums: ChecksumArray = np.zeros(self.num_blocks, np.uint64)
         self._sink: Files | None = None
-        self.pipeline: Pipeline | None = None
-        # Notes of units that are not synced yet
-        self._unsynced: dict[int, UnitNote] = {}
+        self.lanes: list[Lane] = []
         # Set if this process has published the output
         self._manifest: Manifest | None = None
 
@@ -281,7 +300,7 @@ class FolderRun(ConversionRun):
     def keep_part(self, folder: str, number: int, note: UnitNote) -> None:
         """Make the intact streams of a damaged unit its part."""
         # The part comes before the deletion: a kill between the two leaves the note of an older session.
-        self.write_note(PART_FOLDER, number, self._part_note(note.digests, note.prefix))
+        self.write_note(PART_FOLDER, number, self.part_note(note.digests, note.prefix))
         self.store.delete([f"{DONE_FOLDER}/{number}"])
 
     # Writing
@@ -299,26 +318,25 @@ class FolderRun(ConversionRun):
     def write_units(self, units: Iterator[PipelineUnit]) -> None:
         """Write units at their offsets. See `ConversionRun.write_units`."""
         sink = self._open_files()
-        recorder = self.recorder if self.plan.leaves else None
-        with open_blobs(self.source.byte_sources, self.budget.cache_nbytes) as reader:
-            self.pipeline = pipeline = Pipeline(
-                self.plan.streams,
-                reader,
-                sink=sink,
-                budget=self.budget,
-                progress=self.pool.progress,
-                units=units,
-                observer=self,
-                on_digest=self.integrity.on_digest,
-                checksums=recorder,
-            )
-            self._digests = pipeline.result.digests
+        progress = LockedProgress(self.pool.progress)
+        lane_units = [units]
+        # The check of a unit has the memory of all lanes.
+        if not self.checks_units:
+            lane_units += [self.claim_units(lane) for lane in range(1, len(self.lane_orders))]
+        with ExitStack() as opened:
+            for units in lane_units:
+                blobs = open_blobs(self.source.byte_sources, self.budget.cache_nbytes)
+                reader = opened.enter_context(blobs)
+                self.lanes.append(Lane(self, units, reader=reader, sink=sink, progress=progress))
+            pipelines = [lane.pipeline for lane in self.lanes]
             try:
-                pipeline.run()
+                run_pipelines(pipelines)
             finally:
-                self.add_result(pipeline.result)
-                # Its buffers and the cache of the reader make room for the checks of the written bytes and the source.
-                self.pipeline = None
+                for pipeline in pipelines:
+                    self.add_result(pipeline.result)
+                # Their buffers and the caches of the readers make room for the checks of the written bytes and the
+                # source.
+                self.lanes = []
         sink.check_unchanged()
 
     def prepare_unit(self, number: int) -> PipelineUnit:
@@ -331,26 +349,9 @@ class FolderRun(ConversionRun):
         return replace(unit, digests=part.digests, prefix=part.prefix)
 
     def begin_unit(self, unit: PipelineUnit) -> None:
-        """Ignore the begin of a unit. See `UnitObserver`."""
+        """Prepare the data files for a unit, in the thread that writes it."""
 
-    def complete_unit(self, number: int) -> None:
-        """Make the note of a unit, to be written after the next sync."""
-        blocks = self.recorder.take_new()
-        sums = self.recorder.sums[blocks.astype(np.int64)]
-        digests: dict[int, StreamDigest] = {}
-        for stream in self.units[number].streams:
-            if self.plan.streams[stream].nbytes and stream in self._digests:
-                digests[stream] = self._digests[stream]
-        self._unsynced[number] = UnitNote(digests, blocks, sums, self.session, self.writer)
-
-    def record_durable(self, point: SyncPoint) -> None:
-        """Write the notes of durable units, and of the durable part of a large one."""
-        self.note_durable({number: self._unsynced.pop(number) for number in point.complete})
-        part = point.part
-        if part and self.units[part.unit].nbytes >= LARGE_UNIT_NBYTES:
-            self.write_note(PART_FOLDER, part.unit, self._part_note(part.digests, part.prefix))
-
-    def _part_note(
+    def part_note(
         self, digests: Mapping[int, StreamDigest], prefix: StreamPrefix | None
     ) -> UnitNote:
         """Return the note of the durable part of a unit."""
@@ -410,6 +411,58 @@ class FolderRun(ConversionRun):
             digests: Digests of all streams, by number.
         """
         check_data_files(self.plan, self.files, digests=digests, reader=self.readback)
+
+
+class Lane:
+    """A pipeline that writes units, and notes them once they are durable. It is the observer of its pipeline."""
+
+    def __init__(
+        self,
+        run: FolderRun,
+        units: Iterable[PipelineUnit],
+        *,
+        reader: RunReader,
+        sink: Files,
+        progress: Progress,
+    ) -> None:
+        self._run = run
+        self._recorder = ChecksumRecorder(run.extents, run.sums)
+        # Notes of units that are not synced yet
+        self._unsynced: dict[int, UnitNote] = {}
+        self.pipeline = Pipeline(
+            run.plan.streams,
+            reader,
+            sink=sink,
+            budget=run.budget,
+            progress=progress,
+            units=units,
+            observer=self,
+            on_digest=run.integrity.on_digest,
+            checksums=self._recorder if run.plan.leaves else None,
+        )
+
+    def begin_unit(self, unit: PipelineUnit) -> None:
+        """Prepare the data files for a unit. See `UnitObserver`."""
+        self._run.begin_unit(unit)
+
+    def complete_unit(self, number: int) -> None:
+        """Make the note of a unit, to be written after the next sync. See `UnitObserver`."""
+        run = self._run
+        blocks = self._recorder.take_new()
+        sums = run.sums[blocks.astype(np.int64)]
+        digests: dict[int, StreamDigest] = {}
+        for stream in run.units[number].streams:
+            if run.plan.streams[stream].nbytes and stream in self.pipeline.result.digests:
+                digests[stream] = self.pipeline.result.digests[stream]
+        self._unsynced[number] = UnitNote(digests, blocks, sums, run.session, run.writer)
+
+    def record_durable(self, point: SyncPoint) -> None:
+        """Write the notes of durable units, and of the durable part of a large one. See `UnitObserver`."""
+        run = self._run
+        run.note_durable({number: self._unsynced.pop(number) for number in point.complete})
+        part = point.part
+        if part and run.units[part.unit].nbytes >= LARGE_UNIT_NBYTES:
+            run.write_note(PART_FOLDER, part.unit, run.part_note(part.digests, part.prefix))
 
 
 def _check_replaceable(out: Path) -> None:

@@ -53,6 +53,9 @@ MAX_SYNCED_FILES = 1000
 class PackedFolderRun(FolderRun):
     """Writes the compressed output of a plan to a folder."""
 
+    # Its unsynced files are those of one sync.
+    max_lanes = 1
+
     def __init__(self, request: ExecutionRequest, out: Path) -> None:
         plan, units = plan_unit_files(request.plan)
         assert plan.compression is not None
@@ -224,7 +227,7 @@ class PackedFolderRun(FolderRun):
         lengths: dict[int, list[int]] = {}
         objects: list[RemoteFile] = []
         for file in self.units[number].files:
-            compute_unknown(self.recorder.sums, self._extents[file], self._raw)
+            compute_unknown(self.sums, self._extents[file], self._raw)
             blocks += block_numbers(self._extents[file])
             state = xxhash.xxh3_128()
             lengths[file] = []
@@ -249,7 +252,7 @@ class PackedFolderRun(FolderRun):
         return replace(
             note,
             blocks=np.array(blocks, np.uint64),
-            sums=self.recorder.sums[blocks],
+            sums=self.sums[blocks],
             objects=tuple(objects),
             lengths=lengths,
         )
@@ -284,12 +287,13 @@ class PackedFolderRun(FolderRun):
 
     def _check_stopped(self) -> None:
         """Raise the error of the pipeline a moment after it has stopped: a high level may take minutes for a unit."""
-        if self.pipeline is None or self.pipeline.error is None:
+        error = self.lanes[0].pipeline.error
+        if error is None:
             return
         now_s = time.monotonic()
         self._stop_s = self._stop_s or now_s + STOP_S
         if now_s >= self._stop_s:
-            raise self.pipeline.error
+            raise error
 
     def _raw_chunks(self, file: int) -> Iterator[tuple[Path, int, int]]:
         """Yield the output file, the offset and the size of each chunk of a raw file, in the order of offsets."""

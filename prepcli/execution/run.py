@@ -73,6 +73,8 @@ class ConversionRun(ABC):
         notes: The believed notes, by unit.
         earlier_notes: The notes of other sessions, by unit.
         result: The work of this process.
+        lane_orders: The order in which each lane of this process claims units. A lane is a pipeline that runs together
+            with others.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class ConversionRun(ABC):
         store: Store,
         units: Sequence[WorkUnit],
         budget: Budget,
+        num_lanes: int = 1,
     ) -> None:
         self.request = request
         self.plan = request.plan
@@ -103,8 +106,10 @@ class ConversionRun(ABC):
             self.plan, self.source, allow_overflow=request.options.allow_overflow
         )
         self.writer = f"{host_identity()}:{os.getpid()}"
-        share = self.pool.share
-        self.order = order_units(units, count=share.count, index=share.index)
+        self.lane_orders: list[list[int]] = []
+        # As if each lane was a process: lanes begin in other data files, because writes to one file take turns.
+        for lane in self.pool.share.split(num_lanes):
+            self.lane_orders.append(order_units(units, count=lane.count, index=lane.index))
         self._claims: dict[int, Claim] = {}
         # Files that are open during the run
         self.opened = ExitStack()
@@ -311,9 +316,9 @@ class ConversionRun(ABC):
         """Release the claim of a unit."""
         self._claims.pop(number).__exit__(None, None, None)
 
-    def claim_units(self) -> Iterator[PipelineUnit]:
-        """Yield the units that this process can claim, in its order."""
-        for number in self.order:
+    def claim_units(self, lane: int = 0) -> Iterator[PipelineUnit]:
+        """Yield the units that this process can claim, in the order of one of its lanes."""
+        for number in self.lane_orders[lane]:
             if number in self.notes or number in self.earlier_notes or not self.claim(number):
                 continue
             # Another process may have noted the unit since this one has looked. The order counts: the state is
