@@ -233,9 +233,9 @@ class BucketRun(ConversionRun):
 
     # Writing
 
-    def claim_units(self) -> Iterator[PipelineUnit]:
+    def claim_units(self, lane: int = 0) -> Iterator[PipelineUnit]:
         """Yield the units that this process can claim. See `ConversionRun.claim_units`."""
-        pending = [number for number in self.order if number not in self.notes]
+        pending = [number for number in self.lane_orders[lane] if number not in self.notes]
         # A unit that is checked is written alone: other processes may claim the next ones.
         max_claimed = 1 if self.checks_units else MAX_CLAIMED
         for first in range(0, len(pending), max_claimed):
