@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, text
 from prepcli.core.formatting import format_bytes
-from prepcli.core.observer import NullProgress, Observer, Progress
+from prepcli.core.observer import LockedProgress, NullProgress, Observer, Progress
 from prepcli.engine.blobs import open_blobs
-from prepcli.engine.budget import make_budget
+from prepcli.engine.budget import count_lanes, make_budget
 from prepcli.engine.casts import value_operations
 from prepcli.engine.digest import StreamDigest, algorithm_of, record_digest_of_pieces
-from prepcli.engine.pipeline import Pipeline
+from prepcli.engine.pipeline import Pipeline, PipelineUnit, run_pipelines
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import NO_MANIFEST, RECREATE_HINT, again_hint
 from prepcli.planning.arrays import location_copies
@@ -261,17 +262,40 @@ def _digest_streams(
     *,
     on_digest: Callable[[int, StreamDigest], None] = _ignore_digest,
 ) -> dict[int, StreamDigest]:
-    """Read streams as a task of the progress, and return their digests, by stream number. See `Pipeline.run`."""
-    budget = make_budget(memory_nbytes)
-    progress.begin(task, sum(stream.nbytes for stream in streams))
+    """Read streams as a task of the progress, and return their digests, by stream number.
+
+    `on_digest` is called in several threads. See `Pipeline`.
+    """
+    total_nbytes = sum(stream.nbytes for stream in streams)
+    num_lanes = count_lanes(total_nbytes, memory_nbytes)
+    budget = make_budget(memory_nbytes // num_lanes)
+    # The lanes share the iterator of the list. It is written in C, so that two threads may call it.
+    units = iter([PipelineUnit(number, (number,)) for number in range(len(streams))])
+    pipelines: list[Pipeline] = []
+    locked_progress = LockedProgress(progress)
+    progress.begin(task, total_nbytes)
     try:
-        with open_blobs(source.byte_sources, budget.cache_nbytes) as files:
-            pipeline = Pipeline(
-                streams, files, sink=None, budget=budget, progress=progress, on_digest=on_digest
-            )
-            return pipeline.run().digests
+        with ExitStack() as opened:
+            for _ in range(num_lanes):
+                files = opened.enter_context(open_blobs(source.byte_sources, budget.cache_nbytes))
+                pipelines.append(
+                    Pipeline(
+                        streams,
+                        files,
+                        sink=None,
+                        budget=budget,
+                        progress=locked_progress,
+                        units=units,
+                        on_digest=on_digest,
+                    )
+                )
+            run_pipelines(pipelines)
     finally:
         progress.end()
+    digests: dict[int, StreamDigest] = {}
+    for pipeline in pipelines:
+        digests |= pipeline.result.digests
+    return digests
 
 
 # Tensors with a scale in the layout of another trainer, such as MaxText's queries

@@ -17,11 +17,12 @@ from prepcli.core.observer import NullProgress
 from prepcli.engine import budget
 from prepcli.engine.pipeline import Pipeline
 from prepcli.execution import folder_run
+from prepcli.restore import digest_checks
 from tests.helpers.faults import COMMANDS, FaultSources, run_until_killed
 from tests.helpers.killing import read_files
 from tests.helpers.run_cli import run_ok
 from tests.prepcli.commands.operations.test_faults import fail_calls, run_failing_command
-from tests.prepcli.commands.operations.test_rot import flip_bit
+from tests.prepcli.commands.operations.test_rot import flip_bit, tensor_byte_ranges
 
 CAST = ("save-init", "./model", "--mesh", "1,2,4", "--pad-vocab", "8", "--dtype", "bfloat16")
 NUM_LANES = 3
@@ -41,7 +42,8 @@ def lane_counts(sources: FaultSources, monkeypatch: pytest.MonkeyPatch) -> list[
         counts.append(len(pipelines))
         real(pipelines)
 
-    monkeypatch.setattr(folder_run, "run_pipelines", run_pipelines)
+    for module in (folder_run, digest_checks):
+        monkeypatch.setattr(module, "run_pipelines", run_pipelines)
     return counts
 
 
@@ -118,3 +120,16 @@ def test_progress_counts_the_bytes_of_all_lanes():
     prep.export("init", "out", progress=progress)
     assert progress.counts["export"] == 0
     assert len(progress.threads) > 1
+
+
+def test_lanes_verify_each_tensor(lane_counts: list[int], capsys: pytest.CaptureFixture[str]):
+    run_ok("pad-vocab", "model", "--multiple", "8", "--out", "padded")
+    run_ok("verify", "padded")
+    assert lane_counts == [NUM_LANES, NUM_LANES]
+    path = next(Path("padded").glob("*.safetensors"))
+    for name, start, stop in [*tensor_byte_ranges(path)][::9]:
+        flip_bit(path, (start + stop) // 2)
+        capsys.readouterr()
+        assert main(["verify", "padded"]) == 1
+        assert f"({name}) rows" in capsys.readouterr().err
+        flip_bit(path, (start + stop) // 2)
