@@ -7,6 +7,7 @@ family supports are the ones that it reads: another field with an effect on some
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -27,6 +28,7 @@ from prepcli.models.parameters import (
     condition_holds,
 )
 from prepcli.models.rows import Parameters, stack
+from prepcli.planning.libraries import TREES, find_library
 
 # Configs whose fields have other names in published files. No I/O, no jax.
 
@@ -81,8 +83,6 @@ Sizes = Mapping[str, int]
 Choices = Mapping[str, Any]
 # Config and number of its layers -> numbers of some layers.
 LayerNumbers = Callable[[HFConfig, int], tuple[int, ...]]
-# Parameters of a model -> trees of other libraries by name.
-MakeLayouts = Callable[[Parameters], Mapping[str, TreeLayout]]
 NO_CHOICES: Choices = MappingProxyType({})
 
 
@@ -154,7 +154,6 @@ class Settings(TypedDict, total=False):
             them.
         tied: Whether the head is tied if the config does not say. Default: it is not.
         dropped: Pattern of tensors to ignore -> their description.
-        layouts: Trees of other libraries, from the parameters of the model.
         dropout_fields: Fields of the config with dropout rates.
         prediction_layers: Number of layers for multi-token prediction if the config does not state it.
     """
@@ -165,7 +164,6 @@ class Settings(TypedDict, total=False):
     ignores: Iterable[str]
     tied: bool
     dropped: Mapping[str, str]
-    layouts: MakeLayouts
     dropout_fields: DropoutFields
     prediction_layers: int
 
@@ -194,7 +192,6 @@ def declare(
         settings: See `Settings`.
     """
     groups = settings.get("groups", NO_GROUPS)
-    layouts = settings.get("layouts")
 
     def numbers(config: HFConfig) -> dict[str, tuple[int, ...]]:
         return partial_groups(groups, config, sizes(config)[LAYERS]) if groups else {}
@@ -226,7 +223,6 @@ def declare(
         parameters=parameters,
         tied_by_default=settings.get("tied", False),
         dropped=settings.get("dropped", {}),
-        layouts=LazyLayouts(partial(layouts, parameters)) if layouts else {},
         dropout_fields=settings.get("dropout_fields", ATTENTION_DROPOUT),
         layer_numbers=numbers,
         default_prediction_layers=settings.get("prediction_layers", 0),
@@ -269,8 +265,22 @@ def supporting(
 
 
 def by_name(*families: Family) -> dict[str, Family]:
-    """Return families by their model types."""
-    return {family.name: family for family in families}
+    """Return families by their model types, with their trees of other libraries."""
+    named: dict[str, Family] = {}
+    for family in families:
+        layouts = LazyLayouts(partial(_foreign_trees, family))
+        named[family.name] = dataclasses.replace(family, layouts=layouts)
+    return named
+
+
+def _foreign_trees(family: Family) -> dict[str, TreeLayout]:
+    trees: dict[str, TreeLayout] = {}
+    # Messages list the trees in this order: by module, as in the option, and within a module as its maker returns them.
+    for module in dict.fromkeys(find_library(tree).module for tree in TREES):
+        makers = importlib.import_module(f"prepcli.models.{module}").TREES
+        if family.name in makers:
+            trees |= makers[family.name](family)
+    return trees
 
 
 def partial_groups(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
@@ -12,19 +13,21 @@ from prepcli.models.parameters import (
     ALWAYS,
     EMBEDDING_PATH_PARTS,
     Condition,
+    Family,
+    MakeTrees,
     Parameter,
     TreeLayout,
     condition_holds,
+    if_set,
 )
-from prepcli.models.rows import split_dims, split_row
+from prepcli.models.rows import split_dims, split_row, unless_false
 
 NO_OVERRIDES: Mapping[Condition, bool] = MappingProxyType({})
 
 
 def hf_flax_layout(
-    parameters: Mapping[str, Parameter],
+    family: Family,
     *,
-    prefix: str,
     norm_name: Literal["scale", "weight"] = "scale",
     allows_tied_head: bool = False,
     condition_overrides: Mapping[Condition, bool] = NO_OVERRIDES,
@@ -36,8 +39,7 @@ def hf_flax_layout(
     one leaf.
 
     Args:
-        parameters: Parameters of the family.
-        prefix: Prefix of all paths except the head's.
+        family: The family.
         norm_name: Leaf name of a norm's weight.
         allows_tied_head: Whether the tree of a model with a tied head has no leaf for the head.
         condition_overrides: Condition -> true if the Flax class has the parameters with this
@@ -48,7 +50,7 @@ def hf_flax_layout(
         Dict with the key "hf-flax".
     """
     flax_parameters = {}
-    for path, row, condition in _conditional_rows(parameters):
+    for path, row, condition in _conditional_rows(family.parameters):
         _, tensor, dims = split_row(row)
         stem, _, last = tensor.rpartition(".")
         leaf_name = last if last == "bias" else _flax_leaf_name(path, norm_name)
@@ -58,7 +60,7 @@ def hf_flax_layout(
         # are the other way around, so both cases reverse the dims.
         leaf = " ".join(reversed(split_dims(whole_dims))) if leaf_name == "kernel" else whole_dims
         if condition_overrides.get(condition, True):
-            base = "" if path.startswith("head.") else prefix
+            base = "" if path.startswith("head.") else family.prefix
             flax_parameters[f"{base}{stem}.{leaf_name}"] = Parameter(
                 f"{leaf} <- {tensor}: {whole_dims}",
                 ALWAYS if condition in condition_overrides else condition,
@@ -126,4 +128,39 @@ EASYLM_LAYOUT = TreeLayout(
 EASYLM_LAYOUTS = {
     "easylm": EASYLM_LAYOUT,
     "easylm-scanned": dataclasses.replace(EASYLM_LAYOUT, stack_axis=0),
+}
+
+
+def _llama_trees(family: Family) -> dict[str, TreeLayout]:
+    # The Flax class has no biases in the MLP, whatever the config says.
+    overrides = {if_set("mlp_bias"): False}
+    return {
+        **hf_flax_layout(family, norm_name="weight", condition_overrides=overrides),
+        **EASYLM_LAYOUTS,
+    }
+
+
+_TIED = partial(hf_flax_layout, allows_tied_head=True)
+_T5 = partial(_TIED, norm_name="weight")
+# Model type -> its trees
+TREES: Mapping[str, MakeTrees] = {
+    # The Flax class computes the same scores with and without this field.
+    "gpt2": partial(_TIED, ignored_fields=("scale_attn_by_inverse_layer_idx",)),
+    "gpt_neo": _TIED,
+    "gptj": hf_flax_layout,
+    # The Flax class reads neither field: its tree always has these parameters.
+    "opt": partial(
+        _TIED,
+        condition_overrides={
+            unless_false("enable_bias"): True,
+            unless_false("layer_norm_elementwise_affine"): True,
+        },
+    ),
+    "bloom": _TIED,
+    "xglm": _TIED,
+    "llama": _llama_trees,
+    "mistral": partial(hf_flax_layout, norm_name="weight"),
+    "gemma": partial(_TIED, norm_name="weight"),
+    "t5": partial(_T5, ignored_fields=("scale_decoder_outputs",)),
+    "mt5": _T5,
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from prepcli.models.parameters import ALWAYS, Parameter, TreeLayout
+from prepcli.models.parameters import ALWAYS, Family, MakeTrees, Parameter, TreeLayout
 from prepcli.models.rows import map_rows, split_dims, split_row
 
 _EMBEDDINGS = {
@@ -25,22 +25,21 @@ _NON_PARAMETERS = (".inference",)
 
 
 def levanter_layouts(
-    parameters: Mapping[str, Parameter], *, layers_module: str = "layers", has_head: bool = True
+    family: Family, *, layers_module: str = "layers", has_head: bool = True
 ) -> dict[str, TreeLayout]:
     """Return the parameter trees of Levanter, with stacked layers and with one leaf per layer.
 
     Args:
-        parameters: Parameters of the family.
+        family: The family.
         layers_module: Name of the module with the layers.
         has_head: Whether the class has a leaf for an untied head.
 
     Returns:
         Dict with the keys "levanter" and "levanter-unscanned".
     """
-    stacked = _leaves(parameters, f"transformer.{layers_module}.{{layers}}", has_head=has_head)
-    single = _leaves(
-        parameters, f"transformer.{layers_module}.blocks.{{layers}}", has_head=has_head
-    )
+    module_path = f"transformer.{layers_module}"
+    stacked = _leaves(family.parameters, f"{module_path}.{{layers}}", has_head=has_head)
+    single = _leaves(family.parameters, f"{module_path}.blocks.{{layers}}", has_head=has_head)
     return {
         "levanter": TreeLayout(
             stacked,
@@ -115,3 +114,32 @@ def _without_part(dims: str) -> str:
 def _split_query_heads(row: str) -> str:
     """Return a row of queries with two axes for its heads: key and value heads, and queries for each of them."""
     return re.sub(r"\bheads\b", "kv_heads query_group", row)
+
+
+def _gpt2_tree(family: Family) -> dict[str, TreeLayout]:
+    # The class has only stacked layers, and no head.
+    layouts = levanter_layouts(family, layers_module="blocks", has_head=False)
+    return {"levanter": layouts["levanter"]}
+
+
+def _olmo3_tree(family: Family) -> dict[str, TreeLayout]:
+    # Levanter stacks layers of one type. The layers of OLMo 3 are of two.
+    layouts = levanter_layouts(family, layers_module="_layers")
+    return {"levanter-unscanned": layouts["levanter-unscanned"]}
+
+
+# Model type -> its trees
+TREES: Mapping[str, MakeTrees] = {
+    "gpt2": _gpt2_tree,
+    "llama": levanter_layouts,
+    "mistral": levanter_layouts,
+    "mixtral": levanter_layouts,
+    "qwen2": levanter_layouts,
+    "qwen3": levanter_layouts,
+    "qwen3_moe": levanter_layouts,
+    "gemma": levanter_layouts,
+    "gemma2": levanter_layouts,
+    "gemma3_text": levanter_layouts,
+    "olmo2": levanter_layouts,
+    "olmo3": _olmo3_tree,
+}

@@ -11,7 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from prepcli.core.json_values import HFConfig
-from prepcli.models.parameters import NEVER, Condition, Parameter, TreeLayout
+from prepcli.models.parameters import (
+    NEVER,
+    Condition,
+    Family,
+    MakeTrees,
+    Parameter,
+    TreeLayout,
+)
+from prepcli.models.rope_config import has_llama3_scaling
 from prepcli.models.rows import map_rows, split_row
 
 # Path of a parameter in prep's tree -> its leaf and dims in the other tree, e.g. `lm_head.w: embed vocab`.
@@ -154,7 +162,7 @@ _SCALED_QUERIES = "{} / sqrt(head_dim)"
 
 
 def tunix_layout(
-    parameters: Mapping[str, Parameter],
+    family: Family,
     *,
     qkv_biases: bool = False,
     qk_norms: bool = False,
@@ -163,7 +171,7 @@ def tunix_layout(
     """Return the parameter tree of Tunix for a family with the names of LLaMA.
 
     Args:
-        parameters: Parameters of the family.
+        family: The family.
         qkv_biases: Whether the class in Tunix has biases of queries, keys and values.
         qk_norms: Whether it has norms of queries and keys.
         has_experts: Whether all layers have experts.
@@ -178,21 +186,15 @@ def tunix_layout(
         layer |= _TUNIX_QKV_BIASES
     if qk_norms:
         layer |= _TUNIX_QK_NORMS
-    leaves = leaf_parameters(parameters, _TUNIX_LEAVES, layer, layer_path="layers.{layers}")
+    leaves = leaf_parameters(family.parameters, _TUNIX_LEAVES, layer, layer_path="layers.{layers}")
     return {"tunix": TreeLayout(leaves, allows_tied_head=True, state_keys=_TUNIX_STATE_KEYS)}
 
 
-def tunix_gemma_layout(
-    parameters: Mapping[str, Parameter],
-    sizes: Callable[[HFConfig], Mapping[str, int]],
-    *,
-    post_attention_norm: str = "",
-) -> dict[str, TreeLayout]:
+def tunix_gemma_layout(family: Family, *, post_attention_norm: str = "") -> dict[str, TreeLayout]:
     """Return the parameter tree of Tunix for a Gemma 1, 2 or 3.
 
     Args:
-        parameters: Parameters of the family.
-        sizes: Function from the config to the extent of each atom.
+        family: The family.
         post_attention_norm: Name of the norm after the attention, or "" if there is none.
 
     Returns:
@@ -202,11 +204,11 @@ def tunix_gemma_layout(
     if post_attention_norm:
         layer["attn_post_norm.scale"] = f"{post_attention_norm}.scale: embed"
     leaves = leaf_parameters(
-        parameters, _TUNIX_GEMMA_LEAVES, layer, layer_path=_TUNIX_GEMMA_LAYER_PATH
+        family.parameters, _TUNIX_GEMMA_LEAVES, layer, layer_path=_TUNIX_GEMMA_LAYER_PATH
     )
 
     def has_equal_heads(config: HFConfig) -> bool:
-        axis_sizes = sizes(config)
+        axis_sizes = family.sizes(config)
         return axis_sizes["heads"] == axis_sizes["kv_heads"]
 
     def has_grouped_heads(config: HFConfig) -> bool:
@@ -231,7 +233,7 @@ def tunix_gemma_layout(
 
 
 def maxtext_layouts(
-    parameters: Mapping[str, Parameter],
+    family: Family,
     *,
     scales_queries: bool,
     interleaves_heads: Condition | None = NEVER,
@@ -240,7 +242,7 @@ def maxtext_layouts(
     """Return the parameter trees of MaxText, with stacked layers and with one leaf per layer.
 
     Args:
-        parameters: Parameters of the family.
+        family: The family.
         scales_queries: Whether the kernel of the queries is divided by sqrt(head_dim).
         interleaves_heads: When the two elements of a rotated pair are adjacent in the heads of queries and keys.
             Otherwise they are half a head apart, as in Hugging Face files.
@@ -257,7 +259,7 @@ def maxtext_layouts(
     else:
         layer = _MAXTEXT_ATTENTION | _MAXTEXT_MLP
     leaves = leaf_parameters(
-        parameters, _MAXTEXT_LEAVES, layer, layer_path="decoder.layers_{layers}"
+        family.parameters, _MAXTEXT_LEAVES, layer, layer_path="decoder.layers_{layers}"
     )
     attention = "decoder.layers_{layers}.self_attention"
     if interleaves_heads is not None:
@@ -320,34 +322,29 @@ _EMBEDDING_SCALE = "{{}} * {dtype}(sqrt(embed))"
 # MaxText's Gemma 2 does not scale the scores of attention.
 _QUERY_SCALE = "{} / sqrt(query_pre_attn_scalar)"
 
-ConfigSizes = Callable[[HFConfig], Mapping[str, int]]
 
-
-def maxtext_gemma2_layouts(
-    parameters: Mapping[str, Parameter], sizes: ConfigSizes
-) -> dict[str, TreeLayout]:
+def maxtext_gemma2_layouts(family: Family) -> dict[str, TreeLayout]:
     """Return the parameter trees of MaxText for a Gemma 2, with pairs of layers.
 
     Args:
-        parameters: Parameters of the family.
-        sizes: Function from the config to the extent of each atom.
+        family: The family.
 
     Returns:
         Dict with the keys "maxtext" and "maxtext-unscanned".
     """
 
     def has_pairs(config: HFConfig) -> bool:
-        return sizes(config)["layers"] >= len(_KINDS)
+        return family.sizes(config)["layers"] >= len(_KINDS)
 
     def has_scaled_pairs(config: HFConfig) -> bool:
-        return has_pairs(config) and "query_pre_attn_scalar" in sizes(config)
+        return has_pairs(config) and "query_pre_attn_scalar" in family.sizes(config)
 
-    leaves = _outer_leaves(parameters, root_dtype="float32")
+    leaves = _outer_leaves(family.parameters, root_dtype="float32")
     for kind in _KINDS:
         # E.g. self_attention_local.query.kernel
         table = {path: line.replace(".", f"_{kind}.", 1) for path, line in _LAYER.items()}
         leaves |= _layer_leaves(
-            parameters,
+            family.parameters,
             table,
             layer_path=_LAYER_PATH,
             index_list=kind,
@@ -360,7 +357,7 @@ def maxtext_gemma2_layouts(
 
     def pairs(config: HFConfig) -> dict[str, Sequence[int]]:
         # The last one of an odd number of layers has no pair, and no leaf.
-        num_paired = sizes(config)["layers"] // len(_KINDS) * len(_KINDS)
+        num_paired = family.sizes(config)["layers"] // len(_KINDS) * len(_KINDS)
         return {kind: range(i, num_paired, len(_KINDS)) for i, kind in enumerate(_KINDS)}
 
     unscanned = TreeLayout(leaves, allows_tied_head=True, layer_numbers=pairs)
@@ -368,44 +365,41 @@ def maxtext_gemma2_layouts(
     return {"maxtext": scanned, "maxtext-unscanned": unscanned}
 
 
-def maxtext_gemma3_layouts(
-    parameters: Mapping[str, Parameter], sizes: ConfigSizes
-) -> dict[str, TreeLayout]:
+def maxtext_gemma3_layouts(family: Family) -> dict[str, TreeLayout]:
     """Return the parameter trees of MaxText for a Gemma 3: groups of layers and a remainder, or one leaf per layer.
 
     Args:
-        parameters: Parameters of the family.
-        sizes: Function from the config to the extent of each atom.
+        family: The family.
 
     Returns:
         Dict with the keys "maxtext" and "maxtext-unscanned".
     """
     layer = _LAYER | _QK_NORMS
-    outer = _outer_leaves(parameters, root_dtype="bfloat16")
-    plain = leaf_parameters(parameters, {}, layer, layer_path=_LAYER_PATH)
+    outer = _outer_leaves(family.parameters, root_dtype="bfloat16")
+    plain = leaf_parameters(family.parameters, {}, layer, layer_path=_LAYER_PATH)
     unscanned = TreeLayout(outer | _with_offset_norms(plain), allows_tied_head=True)
     grouped = dict(outer)
     for position in range(_GROUP_SIZE):
         grouped |= _layer_leaves(
-            parameters,
+            family.parameters,
             layer,
             layer_path=f"decoder.{{layers}}.layers_{position}",
             index_list=f"group_{position}",
-            condition=lambda config: sizes(config)["layers"] >= _GROUP_SIZE,
+            condition=lambda config: family.sizes(config)["layers"] >= _GROUP_SIZE,
         )
         # The default binds the position of this turn. A closure would read the last one of the loop.
         grouped |= _layer_leaves(
-            parameters,
+            family.parameters,
             layer,
             layer_path=f"decoder.layers_remainder.layers_{position}",
             index_list=f"remainder_{position}",
             condition=lambda config, position=position: (
-                sizes(config)["layers"] % _GROUP_SIZE > position
+                family.sizes(config)["layers"] % _GROUP_SIZE > position
             ),
         )
 
     def groups(config: HFConfig) -> dict[str, Sequence[int]]:
-        return _group_numbers(sizes(config)["layers"])
+        return _group_numbers(family.sizes(config)["layers"])
 
     scanned = TreeLayout(
         grouped,
@@ -469,3 +463,37 @@ def _with_offset_norms(leaves: Mapping[str, Parameter]) -> dict[str, Parameter]:
         if path.endswith(".scale"):
             changed[path] = map_rows(leaf, _NORM_SCALE.format)
     return changed
+
+
+# Model type -> its trees, in the order of lists
+TREES: Mapping[str, MakeTrees] = {
+    "llama": lambda family: {
+        **tunix_layout(family),
+        # MaxText rotates adjacent pairs in LLaMA 3.1 and later, which have scaled rotary frequencies.
+        **maxtext_layouts(family, scales_queries=True, interleaves_heads=has_llama3_scaling),
+    },
+    "mistral": partial(maxtext_layouts, scales_queries=True),
+    "mixtral": partial(maxtext_layouts, scales_queries=True, experts_module="MoeBlock_0"),
+    "qwen2": lambda family: {
+        **tunix_layout(family, qkv_biases=True),
+        **maxtext_layouts(family, scales_queries=False),
+    },
+    "qwen3": lambda family: {
+        **tunix_layout(family, qk_norms=True),
+        **maxtext_layouts(family, scales_queries=False),
+    },
+    # The trainers have no layers with a dense MLP in this family. An export of a model with some is refused.
+    "qwen3_moe": lambda family: {
+        **tunix_layout(family, qk_norms=True, has_experts=True),
+        **maxtext_layouts(family, scales_queries=False, experts_module="moe_block"),
+    },
+    "gemma": tunix_gemma_layout,
+    "gemma2": lambda family: {
+        **maxtext_gemma2_layouts(family),
+        **tunix_gemma_layout(family, post_attention_norm="post_attn_norm"),
+    },
+    "gemma3_text": lambda family: {
+        **maxtext_gemma3_layouts(family),
+        **tunix_gemma_layout(family, post_attention_norm="post_attention_norm"),
+    },
+}

@@ -221,7 +221,7 @@ class Family:
             description.
         tying: The head and the embedding.
         arch_config: The architecture. Raises PrepError for a config that prep does not support.
-        layouts: Trees of other libraries, by name.
+        layouts: Trees of other libraries, by name. See `declaration.by_name`.
         duplicates: Tensor of some files -> the tensor with the same content.
         dropout_fields: Fields of the config with dropout rates.
         layer_numbers: Named axis (atom) of some layers -> the numbers of these layers.
@@ -263,6 +263,10 @@ class Family:
         return tied and not (
             self.tying.head_tensor in tensors and self.tying.stored_head_unties(config)
         )
+
+
+# Family -> its trees of a library or of several ones, by the names of their layouts.
+MakeTrees = Callable[[Family], Mapping[str, TreeLayout]]
 
 
 def dropped_patterns(family: Family) -> dict[str, str]:

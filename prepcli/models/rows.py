@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
@@ -19,7 +20,6 @@ from prepcli.models.parameters import (
     Family,
     HFConfig,
     Parameter,
-    TreeLayout,
     WeightTying,
 )
 
@@ -169,7 +169,6 @@ def build_family(
     parameters: Parameters,
     tied_by_default: bool,
     dropped: Mapping[str, str],
-    layouts: Mapping[str, TreeLayout] | None = None,
     dropout_fields: DropoutFields = ATTENTION_DROPOUT,
     layer_numbers: Callable[[HFConfig], Mapping[str, Sequence[int]]] = lambda config: {},
     default_prediction_layers: int = 0,
@@ -199,7 +198,6 @@ def build_family(
             tied_by_default=tied_by_default,
         ),
         arch_config=arch_config,
-        layouts={} if layouts is None else layouts,
         dropout_fields=dropout_fields,
         layer_numbers=layer_numbers,
         default_prediction_layers=default_prediction_layers,
@@ -220,8 +218,9 @@ def map_rows(parameter: Parameter, change: Callable[[str], str]) -> Parameter:
     return dataclasses.replace(parameter, **changed)
 
 
+@cache
 def unless_false(field: str) -> Callable[[HFConfig], bool]:
-    """Return the condition of a config field to be true or absent.
+    """Return the condition of a config field to be true or absent. Equal fields have the same function.
 
     >>> has_bias = unless_false("use_bias")
     >>> has_bias({}), has_bias({"use_bias": False})

@@ -5,13 +5,13 @@ Facts of torchtitan 0.3.0: models/{llama3,qwen3,deepseek_v3,gpt_oss}/state_dict_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from prepcli.algebra.axis_map import DENSE_LAYERS, LAYER_NUMBER, LAYERS, SPARSE_LAYERS
-from prepcli.core.json_values import HFConfig
-from prepcli.models.parameters import Condition, Parameter, TreeLayout
-from prepcli.models.rows import map_rows, split_row
+from prepcli.models.parameters import Family, MakeTrees, Parameter, TreeLayout
+from prepcli.models.rows import map_rows, split_row, unless_false
 
 TORCHTITAN_LAYOUT = "torchtitan"
 _LEAVES = {
@@ -100,7 +100,7 @@ _ZERO_BIASES = {f"{_LAYER_PATH}{_BALANCING_BIAS}": ("experts",)}
 
 
 def torchtitan_layout(
-    parameters: Mapping[str, Parameter],
+    family: Family,
     *,
     interleaves_heads: bool = False,
     has_experts: bool = False,
@@ -108,7 +108,7 @@ def torchtitan_layout(
     """Return the state dict of torchtitan. Its matrices are those of Hugging Face files.
 
     Args:
-        parameters: Parameters of the family.
+        family: The family.
         interleaves_heads: Whether the two elements of a rotated pair are adjacent in the heads of queries and keys.
             Otherwise they are half a head apart, as in Hugging Face files.
         has_experts: Whether all layers have experts.
@@ -117,6 +117,7 @@ def torchtitan_layout(
         Dict with the key "torchtitan".
     """
     layer = _LAYER | _EXPERTS if has_experts else _LAYER
+    parameters = family.parameters
     leaves = _outer_leaves(parameters) | _layer_leaves(parameters, LAYERS, layer)
     if interleaves_heads:
         for name in ("wq", "wk"):
@@ -125,23 +126,11 @@ def torchtitan_layout(
     return _with_zero_biases(leaves) if has_experts else _as_layout(leaves)
 
 
-def torchtitan_deepseek_layout(
-    parameters: Mapping[str, Parameter],
-    layer_numbers: Callable[[HFConfig], Mapping[str, Sequence[int]]],
-    *,
-    has_adjacent_pairs: Condition,
-) -> dict[str, TreeLayout]:
-    """Return the state dict of torchtitan for a DeepSeek-V3, with dense layers before the layers with experts.
-
-    Args:
-        parameters: Parameters of the family.
-        layer_numbers: Axis (atom) of dense and of sparse layers -> the numbers of these layers.
-        has_adjacent_pairs: When the two elements of a rotated pair are adjacent in the heads. torchtitan has no other
-            order.
-
-    Returns:
-        Dict with the key "torchtitan".
-    """
+def torchtitan_deepseek_layout(family: Family) -> dict[str, TreeLayout]:
+    """Return the state dict of torchtitan for a DeepSeek-V3, with dense layers before the layers with experts."""
+    parameters = family.parameters
+    # The two elements of a rotated pair are adjacent in the heads. torchtitan has no other order.
+    has_adjacent_pairs = unless_false("rope_interleave")
     leaves = {
         **_outer_leaves(parameters),
         **_layer_leaves(parameters, LAYERS, _DEEPSEEK_LAYER | _CORRECTED_EXPERTS),
@@ -150,11 +139,12 @@ def torchtitan_deepseek_layout(
         f"{_LAYER_PATH}attention.wkv_a.weight": Parameter(_DEEPSEEK_LATENT, has_adjacent_pairs),
     }
     # `attention.wq.weight`, an old name of LLaMA's queries, is a present name of DeepSeek's.
-    return _as_layout(leaves, path_aliases=_HEAD_NAME, layer_numbers=layer_numbers)
+    return _as_layout(leaves, path_aliases=_HEAD_NAME, layer_numbers=family.layer_numbers)
 
 
-def torchtitan_gpt_oss_layout(parameters: Mapping[str, Parameter]) -> dict[str, TreeLayout]:
+def torchtitan_gpt_oss_layout(family: Family) -> dict[str, TreeLayout]:
     """Return the state dict of torchtitan for a GPT-OSS, as a dict with the key "torchtitan"."""
+    parameters = family.parameters
     leaves = _outer_leaves(parameters) | _layer_leaves(parameters, LAYERS, _GPT_OSS_LAYER)
     for name, row in _GPT_OSS_EXPERTS.items():
         path = f"{_LAYER_PATH}moe.routed_experts.inner_experts.{name}"
@@ -224,3 +214,14 @@ def _interleave_rotary_pairs(row: str) -> str:
     leaf = leaf.replace("head_dim", "half two")
     dims = dims.replace("head_dim", "two half")
     return f"{leaf} <- {tensor}: {dims}"
+
+
+# Model type -> its tree
+TREES: Mapping[str, MakeTrees] = {
+    "llama": partial(torchtitan_layout, interleaves_heads=True),
+    "qwen3": torchtitan_layout,
+    # torchtitan has no layers with a dense MLP in this family. An export of a model with some is refused.
+    "qwen3_moe": partial(torchtitan_layout, has_experts=True),
+    "deepseek_v3": torchtitan_deepseek_layout,
+    "gpt_oss": torchtitan_gpt_oss_layout,
+}

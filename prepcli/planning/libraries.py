@@ -1,7 +1,8 @@
 """Checkpoints of other libraries as data: layouts and formats, places of items, training states, and changed values.
 
 Each library is one entry of LIBRARIES. Readers and writers are functions of an entry. The names and shapes of the
-parameters are in `models`, by the name of the layout. This module imports no NumPy: every start of `prep` reads it.
+parameters are in a module of `prepcli.models`, which the entry names: its table TREES has a function per model type.
+This module imports no NumPy: every start of `prep` reads it.
 """
 
 from __future__ import annotations
@@ -326,6 +327,7 @@ class Library:
         layouts: Names of its layouts, e.g. with stacked layers and with one leaf per layer.
         file_format: Format of the files.
         title: The checkpoint in a report.
+        module: Module of `prepcli.models` with the table TREES of the layouts. Empty for the names of Hugging Face.
         item: Place of the items of a JAX trainer. None for other files.
         state: Its training states. None if prep has no names for them.
         marker: Tensor of each of its models in a torch distributed checkpoint. Hugging Face has no such name.
@@ -335,6 +337,7 @@ class Library:
     layouts: tuple[str, ...]
     file_format: str
     title: str
+    module: str = ""
     item: ItemPlace | None = None
     state: TrainerState | None = None
     marker: str = ""
@@ -367,6 +370,7 @@ TORCHTITAN = Library(
     ("torchtitan",),
     DCP_FORMAT,
     "torch distributed checkpoint",
+    "torchtitan_layouts",
     marker="tok_embeddings.weight",
     hub_names_hint="e.g. `checkpoint.last_save_in_hf` in torchtitan",
 )
@@ -375,6 +379,7 @@ MAXTEXT = Library(
     ("maxtext", "maxtext-unscanned"),
     ORBAX_FORMAT,
     "Orbax checkpoint for MaxText",
+    "orbax_layouts",
     # The train state has the Flax variables, with the collection `params`, under the key `params`.
     item=ItemPlace("items", root="params.params."),
     state=TrainerState(
@@ -397,6 +402,7 @@ TUNIX = Library(
     ("tunix",),
     ORBAX_FORMAT,
     "Orbax checkpoint for Tunix",
+    "orbax_layouts",
     item=ItemPlace("model_params", state_item="optimizer_state", suffix=".value"),
     state=TrainerState(
         missing=("random state", "mask of weight decay"),
@@ -430,6 +436,7 @@ LEVANTER = Library(
     ("levanter", "levanter-unscanned"),
     TENSORSTORE_FORMAT,
     "Levanter checkpoint",
+    "levanter_layouts",
     # A training state has the model in its field `model`.
     item=ItemPlace("", root="model."),
     state=TrainerState(
@@ -466,8 +473,8 @@ LEVANTER = Library(
 LIBRARIES = (
     HUGGING_FACE,
     TORCH_DISTRIBUTED,
-    Library(("hf-flax",), "msgpack", "Flax msgpack for Hugging Face"),
-    Library(("easylm", "easylm-scanned"), STREAM_FORMAT, "EasyLM stream"),
+    Library(("hf-flax",), "msgpack", "Flax msgpack for Hugging Face", "layouts"),
+    Library(("easylm", "easylm-scanned"), STREAM_FORMAT, "EasyLM stream", "layouts"),
     TORCHTITAN,
     MAXTEXT,
     TUNIX,

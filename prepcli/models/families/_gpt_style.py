@@ -10,7 +10,6 @@ from prepcli.core.errors import invalid_config_error
 from prepcli.models.architecture import FULL_ATTENTION, ArchConfig, read_activation, read_positive
 from prepcli.models.declaration import Settings, Sizes, declare
 from prepcli.models.dropout_config import DropoutFields
-from prepcli.models.layouts import hf_flax_layout
 from prepcli.models.parameters import (
     ALWAYS,
     MAX_AXIS_SIZE,
@@ -79,9 +78,8 @@ def multi_query_qkv(module: str, bias: Condition | None = ALWAYS) -> Parameters:
     return parameters
 
 
-# --- Buffers, dropout and layouts
+# --- Buffers and dropout
 
-FLAX_LAYOUT = partial(hf_flax_layout, prefix="transformer.", allows_tied_head=True)
 ROTARY_BUFFER = "rotary frequencies, computed from the config"
 
 

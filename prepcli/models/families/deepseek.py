@@ -28,8 +28,7 @@ from prepcli.models.families._moe_style import (
 from prepcli.models.layer_config import Router
 from prepcli.models.parameters import HFConfig, if_set, read_size
 from prepcli.models.rope_config import ROPE_TYPES, Rope, read_rope, yarn_scores_scale
-from prepcli.models.rows import Parameters, linear, matrix, rms_norm, unless_false
-from prepcli.models.torchtitan_layouts import torchtitan_deepseek_layout
+from prepcli.models.rows import Parameters, linear, matrix, rms_norm
 
 HAS_BIAS = if_set("attention_bias")
 
@@ -281,11 +280,6 @@ FAMILIES = by_name(
         rope=partial(_read_latent_rope, positions=4096),
         choices=INTERLEAVED_CHOICES,
         prediction_layers=1,
-        layouts=lambda parameters: torchtitan_deepseek_layout(
-            parameters,
-            FAMILIES["deepseek_v3"].layer_numbers,
-            has_adjacent_pairs=unless_false("rope_interleave"),
-        ),
     ),
     deepseek_like(
         "glm4_moe_lite",

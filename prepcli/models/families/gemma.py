@@ -41,19 +41,11 @@ from prepcli.models.families._llama_style import (
     PRE_NORMS,
     QK_NORMS,
     SANDWICH_NORMS,
-    TENSOR_PREFIX,
     gated_mlp,
     llama_like,
     rms_norms,
 )
 from prepcli.models.layer_config import Router
-from prepcli.models.layouts import hf_flax_layout
-from prepcli.models.levanter_layouts import levanter_layouts
-from prepcli.models.orbax_layouts import (
-    maxtext_gemma2_layouts,
-    maxtext_gemma3_layouts,
-    tunix_gemma_layout,
-)
 from prepcli.models.parameters import Parameter, if_set, read_size
 from prepcli.models.rope_config import Rope, read_layer_rope, read_proportional_rope, read_rope
 from prepcli.models.rows import ALWAYS, Condition, Parameters, embedding, linear, matrix, rms_norm
@@ -386,24 +378,12 @@ FAMILIES = by_name(
         positions=8192,
         activation_field=None,
         choices={**GEMMA, "activation": _read_gemma_activation},
-        layouts=lambda rows: {
-            **hf_flax_layout(rows, prefix=TENSOR_PREFIX, norm_name="weight", allows_tied_head=True),
-            **tunix_gemma_layout(rows, FAMILIES["gemma"].sizes),
-            **levanter_layouts(rows),
-        },
     ),
     _gemma2_like(
         "gemma2",
         "Gemma 2: Gemma 1 with norms before and after each sublayer, softcaps, and windows in every other layer.",
         layer={**SANDWICH_NORMS, **BIASED_ATTENTION, **gated_mlp()},
         choices={**GEMMA2, "block_type": "sandwich"},
-        layouts=lambda rows: {
-            **maxtext_gemma2_layouts(rows, FAMILIES["gemma2"].sizes),
-            **tunix_gemma_layout(
-                rows, FAMILIES["gemma2"].sizes, post_attention_norm="post_attn_norm"
-            ),
-            **levanter_layouts(rows),
-        },
     ),
     _gemma2_like(
         "vaultgemma",
@@ -431,13 +411,6 @@ FAMILIES = by_name(
             "final_logit_softcap": _softcap("final_logit_softcapping", None),
         },
         ignores=("sliding_window_pattern",),
-        layouts=lambda rows: {
-            **maxtext_gemma3_layouts(rows, FAMILIES["gemma3_text"].sizes),
-            **tunix_gemma_layout(
-                rows, FAMILIES["gemma3_text"].sizes, post_attention_norm="post_attention_norm"
-            ),
-            **levanter_layouts(rows),
-        },
     ),
     _gemma_like(
         "gemma4_text",

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -15,7 +14,6 @@ from prepcli.models.architecture import NO_CLIP, read_positive, windows_by_layer
 from prepcli.models.declaration import Choices, Sizes, by_name
 from prepcli.models.dropout_config import DropoutFields
 from prepcli.models.families._gpt_style import (
-    FLAX_LAYOUT,
     attention_output,
     check_n_embed,
     embeddings,
@@ -30,14 +28,12 @@ from prepcli.models.families._gpt_style import (
     qkv_by_head,
 )
 from prepcli.models.layer_config import Alibi, alibi_slopes
-from prepcli.models.levanter_layouts import levanter_layouts
 from prepcli.models.parameters import (
     ALWAYS,
     MAX_LAYERS,
     NEVER,
     Condition,
     HFConfig,
-    TreeLayout,
     read_size,
 )
 from prepcli.models.rows import (
@@ -64,16 +60,6 @@ def _init_stds(config: HFConfig, sizes: Sizes) -> tuple[tuple[str, float], ...]:
     """Return the standard deviations of the projections before a residual sum. A layer has two such sums."""
     std = read_positive(config, "initializer_range", 0.02) / math.sqrt(2 * sizes["layers"])
     return (("attn.o.weight", std), ("mlp.down.weight", std))
-
-
-def _gpt2_layouts(parameters: Parameters) -> dict[str, TreeLayout]:
-    levanter = levanter_layouts(parameters, layers_module="blocks", has_head=False)
-    return {
-        # The Flax class computes the same scores with and without this field.
-        **FLAX_LAYOUT(parameters, ignored_fields=("scale_attn_by_inverse_layer_idx",)),
-        # The class in Levanter has only stacked layers, and no head.
-        "levanter": levanter["levanter"],
-    }
 
 
 def _bigcode_qkv() -> Parameters:
@@ -254,7 +240,6 @@ FAMILIES = by_name(
             "leaf_init_stds": _init_stds,
         },
         dropped=mask_buffers("h.{i}.attn"),
-        layouts=_gpt2_layouts,
         dropout_fields=pdrop(0.1),
     ),
     gpt_like(
@@ -270,7 +255,6 @@ FAMILIES = by_name(
         },
         choices={"attn_scale": 1.0, "sliding_windows": _neo_windows},
         dropped=mask_buffers("h.{i}.attn.attention"),
-        layouts=FLAX_LAYOUT,
         dropout_fields=DropoutFields(residual=("resid_dropout", 0.0), embedding=("embed_dropout", 0.0)),
     ),
     # Without `multi_query`, the fused tensor is GPT-NeoX's.
@@ -326,8 +310,6 @@ FAMILIES = by_name(
             "init_std": positive("init_std", 0.02),
         },
         dropped={"decoder.version": "version of the format"},
-        # The Flax class reads neither field: its tree always has these parameters.
-        layouts=partial(FLAX_LAYOUT, prefix="model.", condition_overrides={HAS_BIAS: True, HAS_NORM_WEIGHTS: True}),
         dropout_fields=DropoutFields(residual=("dropout", 0.1)),
     ),
     gpt_like(
@@ -369,7 +351,6 @@ FAMILIES = by_name(
         },
         check=_check_padding,
         dropped={"embed_positions.weights": "sines and cosines, computed from the config"},
-        layouts=partial(FLAX_LAYOUT, prefix="model."),
         dropout_fields=DropoutFields(
             attention=("attention_dropout", 0.1), residual=("dropout", 0.1), embedding=("dropout", 0.1)
         ),
@@ -393,7 +374,6 @@ FAMILIES = by_name(
         },
         choices=ALIBI,
         check=_check_residual,
-        layouts=FLAX_LAYOUT,
         dropout_fields=DropoutFields(residual=("hidden_dropout", 0.0)),
     ),
     # Layer norms without biases have the rows of RMS norms.

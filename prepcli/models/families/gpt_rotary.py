@@ -9,7 +9,6 @@ from prepcli.core.errors import invalid_config_error, unsupported_config_error
 from prepcli.models.declaration import Choices, LayerGroup, Sizes, by_name, changed
 from prepcli.models.dropout_config import DropoutFields
 from prepcli.models.families._gpt_style import (
-    FLAX_LAYOUT,
     ROTARY_BUFFER,
     attention_output,
     check_n_embed,
@@ -157,7 +156,6 @@ FAMILIES = by_name(
         choices=GPTJ,
         tied=False,
         dropped=mask_buffers("h.{i}.attn"),
-        layouts=partial(FLAX_LAYOUT, allows_tied_head=False),
         dropout_fields=pdrop(0.0),
     ),
     gpt_like(

@@ -19,7 +19,6 @@ from prepcli.models.families._llama_style import (
     LEGACY_BUFFERS,
     PRE_NORMS,
     QK_NORMS,
-    TENSOR_PREFIX,
     attention,
     gated_mlp,
     heads_that_fill_width,
@@ -29,15 +28,11 @@ from prepcli.models.families._llama_style import (
     read_upper_layer_windows,
     uniform_window,
 )
-from prepcli.models.layouts import EASYLM_LAYOUTS, hf_flax_layout
-from prepcli.models.levanter_layouts import levanter_layouts
-from prepcli.models.orbax_layouts import maxtext_layouts, tunix_layout
 from prepcli.models.parameters import ALWAYS, if_set, read_size
-from prepcli.models.rope_config import QueryScale, Rope, has_llama3_scaling, read_rope
+from prepcli.models.rope_config import QueryScale, Rope, read_rope
 from prepcli.models.rows import (
     unless_false,
 )
-from prepcli.models.torchtitan_layouts import torchtitan_layout
 
 
 def half_sizes(config: HFConfig, sizes: Sizes) -> dict[str, int]:
@@ -139,23 +134,6 @@ FAMILIES = by_name(
             **LEGACY_BUFFERS,
             "rope.freqs": "rotary frequencies of Meta's files, computed from the config",
         },
-        layouts=lambda parameters: {
-            # The Flax class has no biases in the MLP, whatever the config says.
-            **hf_flax_layout(
-                parameters,
-                prefix=TENSOR_PREFIX,
-                norm_name="weight",
-                condition_overrides={if_set("mlp_bias"): False},
-            ),
-            **EASYLM_LAYOUTS,
-            **tunix_layout(parameters),
-            # MaxText rotates adjacent pairs in LLaMA 3.1 and later, which have scaled rotary frequencies.
-            **maxtext_layouts(
-                parameters, scales_queries=True, interleaves_heads=has_llama3_scaling
-            ),
-            **levanter_layouts(parameters),
-            **torchtitan_layout(parameters, interleaves_heads=True),
-        },
     ),
     llama_like(
         "mistral",
@@ -165,11 +143,6 @@ FAMILIES = by_name(
         positions=131_072,
         choices=uniform_window(4096),
         ignores=("layer_types",),
-        layouts=lambda parameters: {
-            **hf_flax_layout(parameters, prefix=TENSOR_PREFIX, norm_name="weight"),
-            **maxtext_layouts(parameters, scales_queries=True),
-            **levanter_layouts(parameters),
-        },
     ),
     llama_like(
         "ministral",
@@ -201,11 +174,6 @@ FAMILIES = by_name(
         defaults={"vocab": 151_936, "mlp": 22016, "kv_heads": 32},
         positions=32768,
         choices=UPPER_WINDOWS,
-        layouts=lambda parameters: {
-            **tunix_layout(parameters, qkv_biases=True),
-            **maxtext_layouts(parameters, scales_queries=False),
-            **levanter_layouts(parameters),
-        },
     ),
     llama_like(
         "qwen3",
@@ -215,12 +183,6 @@ FAMILIES = by_name(
         positions=32768,
         choices=UPPER_WINDOWS,
         ignores=("use_qk_norm",),
-        layouts=lambda parameters: {
-            **tunix_layout(parameters, qk_norms=True),
-            **maxtext_layouts(parameters, scales_queries=False),
-            **levanter_layouts(parameters),
-            **torchtitan_layout(parameters),
-        },
     ),
     llama_like(
         "smollm3",

@@ -33,12 +33,9 @@ from prepcli.models.families._moe_style import (
 from prepcli.models.families.granite import GRANITE_FACTORS, SINKS, windows_and_sinks
 from prepcli.models.families.llama_extended import read_static_rope
 from prepcli.models.layer_config import ClampedSwiglu, Router
-from prepcli.models.levanter_layouts import levanter_layouts
-from prepcli.models.orbax_layouts import maxtext_layouts
 from prepcli.models.parameters import HFConfig, Parameter, if_set, read_count, read_size
 from prepcli.models.rope_config import Rope, check_rotary_dim, read_rope
 from prepcli.models.rows import Parameters, linear, matrix, rms_norm, unless_false
-from prepcli.models.torchtitan_layouts import torchtitan_gpt_oss_layout
 
 # --- Granite: shared experts in some models
 
@@ -207,10 +204,6 @@ FAMILIES = by_name(
         # MixtralConfig has no window by default, unlike MistralConfig with 4096.
         choices=uniform_window(None),
         ignores=("layer_types",),
-        layouts=lambda parameters: {
-            **maxtext_layouts(parameters, scales_queries=True, experts_module="MoeBlock_0"),
-            **levanter_layouts(parameters),
-        },
     ),
     moe_like(
         "olmoe",
@@ -327,7 +320,6 @@ FAMILIES = by_name(
             "has_attention_sinks": True,
         },
         dropped={},
-        layouts=torchtitan_gpt_oss_layout,
     ),
     moe_like(
         "hunyuan_v1_moe",

@@ -39,12 +39,9 @@ from prepcli.models.families._moe_style import (
     shared_width,
 )
 from prepcli.models.layer_config import Router
-from prepcli.models.levanter_layouts import levanter_layouts
-from prepcli.models.orbax_layouts import maxtext_layouts, tunix_layout
 from prepcli.models.parameters import HFConfig, Parameter, read_count, read_size
 from prepcli.models.rope_config import QueryScale, Rope, read_layer_rope
 from prepcli.models.rows import Parameters, matrix, unless_false
-from prepcli.models.torchtitan_layouts import torchtitan_layout
 
 # --- Qwen and Mellum
 
@@ -288,13 +285,6 @@ FAMILIES = by_name(
             **normalized_router(False),
         },
         ignores=("layer_types", "use_qk_norm"),
-        # The trainers have no layers with a dense MLP in this family. An export of a model with some is refused.
-        layouts=lambda parameters: {
-            **tunix_layout(parameters, qk_norms=True, has_experts=True),
-            **maxtext_layouts(parameters, scales_queries=False, experts_module="moe_block"),
-            **levanter_layouts(parameters),
-            **torchtitan_layout(parameters, has_experts=True),
-        },
     ),
     moe_like(
         "mellum",

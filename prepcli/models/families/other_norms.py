@@ -34,7 +34,6 @@ from prepcli.models.families._llama_style import (
     rms_norms,
     uniform_window,
 )
-from prepcli.models.levanter_layouts import levanter_layouts
 from prepcli.models.parameters import ALWAYS, Parameter, if_set, read_size
 from prepcli.models.rope_config import Rope, read_layer_rope, read_rope
 from prepcli.models.rows import (
@@ -221,7 +220,6 @@ FAMILIES = by_name(
         defaults={"vocab": 50304},
         norm_eps=1e-5,
         choices=OUTPUT_NORM_CHOICES,
-        layouts=levanter_layouts,
     ),
     llama_like(
         "olmo3",
@@ -239,12 +237,6 @@ FAMILIES = by_name(
                 lambda layer: (layer + 1) % 4 != 0,
             ),
             "local_rope": lambda config, sizes: _read_olmo3_rope(config, sizes, LAYER_TYPES[1]),
-        },
-        # Levanter stacks layers of one type. The layers of OLMo 3 are of two.
-        layouts=lambda parameters: {
-            "levanter-unscanned": levanter_layouts(parameters, layers_module="_layers")[
-                "levanter-unscanned"
-            ]
         },
     ),
     llama_like(

@@ -8,16 +8,14 @@ from functools import partial
 
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
 from prepcli.models.architecture import FULL_ATTENTION, ArchConfig, read_activation, read_positive
-from prepcli.models.declaration import Choices, MakeLayouts, Sizes, by_name, supporting
+from prepcli.models.declaration import Choices, Sizes, by_name, supporting
 from prepcli.models.dropout_config import DropoutFields
 from prepcli.models.layer_config import MAX_RELATIVE_DISTANCE, RelativePositionBias
-from prepcli.models.layouts import hf_flax_layout
 from prepcli.models.parameters import (
     MAX_LAYERS,
     Condition,
     Family,
     HFConfig,
-    LazyLayouts,
     WeightTying,
     read_size,
 )
@@ -187,7 +185,6 @@ def t5_like(
     fields: Mapping[str, tuple[str, int]],
     feed_forward: str,
     choices: Choices,
-    layouts: MakeLayouts,
     stored_head_unties: Callable[[HFConfig], bool] = lambda config: True,
     untied_fields: Callable[[HFConfig], HFConfig] = lambda config: {},
     has_bias_per_layer: bool = False,
@@ -200,7 +197,6 @@ def t5_like(
         fields: Atom -> config field and its default.
         feed_forward: Default of `feed_forward_proj`.
         choices: Fields of the architecture that differ.
-        layouts: Trees of other libraries, from the parameters of the model.
         stored_head_unties: Whether a stored head overrides `tie_word_embeddings`. By default it does: transformers
             sets the field for every model, and only the file shows whether it is true.
         untied_fields: Config fields to set when a tied head becomes a separate parameter.
@@ -240,7 +236,6 @@ def t5_like(
             untied_fields=untied_fields,
         ),
         arch_config=supporting(sizes, arch, parameters, choices),
-        layouts=LazyLayouts(partial(layouts, parameters)),
         # The encoder and the decoder share one embedding. Some files store it again under both names.
         duplicates={
             "encoder.embed_tokens.weight": "shared.weight",
@@ -250,7 +245,6 @@ def t5_like(
     )
 
 
-FLAX_LAYOUT = partial(hf_flax_layout, prefix="", norm_name="weight", allows_tied_head=True)
 FAMILIES = by_name(
     t5_like(
         "t5",
@@ -259,7 +253,6 @@ FAMILIES = by_name(
         fields=T5_SIZES,
         feed_forward="relu",
         choices={"lm_head_input_scale": _output_scale},
-        layouts=partial(FLAX_LAYOUT, ignored_fields=("scale_decoder_outputs",)),
         stored_head_unties=_has_head_if_stored,
         untied_fields=lambda config: {"scale_decoder_outputs": _scales_output(config)},
     ),
@@ -269,7 +262,6 @@ FAMILIES = by_name(
         fields=MT5_SIZES,
         feed_forward="gated-gelu",
         choices={},
-        layouts=FLAX_LAYOUT,
     ),
     t5_like(
         "umt5",
@@ -277,7 +269,6 @@ FAMILIES = by_name(
         fields=MT5_SIZES,
         feed_forward="gated-gelu",
         choices={"lm_head_input_scale": _output_scale},
-        layouts=lambda parameters: {},
         has_bias_per_layer=True,
     ),
 )
