@@ -31,7 +31,6 @@ from prepcli.execution.bucket_store import (
 from prepcli.execution.data_checks import parse_source_state
 from prepcli.execution.finalize import (
     CompressedChunks,
-    encode_metadata,
     locate_chunks,
     raw_chunks,
     send_small_file,
@@ -391,7 +390,6 @@ class BucketRun(ConversionRun):
             compressed = locate_chunks(raw_chunks(self.plan.leaves), lengths, paths)
         manifest = write_last_files(
             self.plan,
-            encode_metadata(self.plan, compressed),
             self.identity,
             digests=digests,
             sums=all_checksums(self.num_blocks, notes),

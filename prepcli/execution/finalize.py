@@ -72,7 +72,6 @@ def finalize_folder(
     plan: Plan,
     folder: Path,
     *,
-    metadata: dict[str, bytes],
     run_identity: dict[str, object],
     digests: Mapping[int, StreamDigest],
     sums: ChecksumArray,
@@ -83,7 +82,6 @@ def finalize_folder(
     Args:
         plan: The plan of the output.
         folder: The staging folder, with complete data files.
-        metadata: Index and metadata of the items, from `encode_metadata`.
         run_identity: Identity of the run, for the manifest.
         digests: Digests of all streams, by number.
         sums: Checksums of all blocks. Unknown ones are computed from the data files.
@@ -105,7 +103,6 @@ def finalize_folder(
                 compute_unknown(sums, chunk_extents(plan.leaves), written)
         manifest = write_last_files(
             plan,
-            metadata,
             run_identity,
             digests=digests,
             sums=sums,
@@ -121,7 +118,6 @@ def finalize_folder(
 
 def write_last_files(
     plan: Plan,
-    metadata: dict[str, bytes],
     run_identity: dict[str, object],
     *,
     digests: Mapping[int, StreamDigest],
@@ -135,7 +131,6 @@ def write_last_files(
 
     Args:
         plan: The plan of the output.
-        metadata: Index and metadata of the items, from `encode_metadata`.
         run_identity: Identity of the run, for the manifest.
         digests: Digests of all streams, by number.
         sums: Checksums of all blocks.
@@ -154,7 +149,7 @@ def write_last_files(
     """
     markers: dict[str, bytes] = {}
     sources: list[tuple[str, bytes | SmallFile]] = []
-    for path, content in metadata.items():
+    for path, content in _encode_metadata(plan, compressed).items():
         if PurePosixPath(path).name == COMMIT_MARKER:
             markers[path] = content
         else:
@@ -203,15 +198,8 @@ def _content_record(content: bytes) -> FileRecord:
     return {"bytes": len(content), "xxh3": record_digest(content)}
 
 
-def encode_metadata(plan: Plan, compressed: CompressedChunks | None = None) -> dict[str, bytes]:
-    """Return the index and the metadata of the items of a plan, by their paths in the output.
-
-    They hold the metadata of each leaf, and the location of each chunk. Empty for a plan without leaves.
-
-    Args:
-        plan: The plan of the output.
-        compressed: The compressed chunks, if there are any.
-    """
+def _encode_metadata(plan: Plan, compressed: CompressedChunks | None) -> dict[str, bytes]:
+    """Return the index and the metadata of the items, by their paths in the output. Empty for a plan without leaves."""
     files: dict[str, bytes] = {}
     folders: list[PurePosixPath] = []
     # The newest time stamp of the source's files: equal runs write equal bytes. Metadata cannot hold times before 1970.

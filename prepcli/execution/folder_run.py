@@ -33,7 +33,7 @@ from prepcli.execution.data_checks import (
     read_stamps,
     zero_gaps,
 )
-from prepcli.execution.finalize import CompressedChunks, encode_metadata, finalize_folder
+from prepcli.execution.finalize import CompressedChunks, finalize_folder
 from prepcli.execution.folder_store import PARTIAL_SUFFIX, FolderStore, remove_work_folder
 from prepcli.execution.run import ConversionRun, ExecutionRequest
 from prepcli.execution.run_store import (
@@ -384,11 +384,9 @@ class FolderRun(ConversionRun):
             zero_gaps(self.plan, files)
         stamps = read_stamps(files)
         self.check_data(digests)
-        metadata = encode_metadata(self.plan, compressed)
         self._manifest = finalize_folder(
             self.plan,
             store.folder,
-            metadata=metadata,
             run_identity=self.identity,
             digests=digests,
             sums=all_checksums(self.num_blocks, notes),

@@ -30,7 +30,7 @@ from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.execution.bucket_store import NUM_THREADS
-from prepcli.execution.finalize import encode_metadata, write_last_files
+from prepcli.execution.finalize import write_last_files
 from prepcli.execution.run_store import WORK_FOLDER
 from prepcli.execution.training_storage import (
     NOTE_STEM,
@@ -379,7 +379,6 @@ class BucketStep:
         self.check_lock()
         manifest = write_last_files(
             self.plan,
-            encode_metadata(self.plan),
             identity,
             digests=digests,
             sums=sums,

@@ -22,7 +22,7 @@ from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import Pipeline
-from prepcli.execution.finalize import encode_metadata, finalize_folder
+from prepcli.execution.finalize import finalize_folder
 from prepcli.execution.folder_run import check_free_space, missing_nbytes, open_sink
 from prepcli.execution.folder_store import (
     FolderStore,
@@ -278,7 +278,6 @@ class FolderStep:
         finalize_folder(
             self.plan,
             self.store.folder,
-            metadata=encode_metadata(self.plan),
             run_identity=identity,
             digests=digests,
             sums=sums,
