@@ -288,14 +288,6 @@ class Source:
                 names[tensor.name] = qualify(slot, self.names.full_name(name))
         return names
 
-    def cast(self, dtype: str | None) -> Source:
-        """Return the source with the output dtypes of its model for a requested `dtype`."""
-        return replace(
-            self,
-            tensors=tuple(tensor.cast(dtype) for tensor in self.tensors),
-            tower_tensors=tuple(tensor.cast(dtype) for tensor in self.tower_tensors),
-        )
-
     def file_name(self, tensor: SourceTensor) -> str:
         """Return the name of a parameter or of a tower's tensor in files."""
         slot, name = split_name(tensor.name)

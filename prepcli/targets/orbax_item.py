@@ -63,7 +63,7 @@ from prepcli.sources.state_rows import (
     shape_in_leaf,
     state_axis_map,
 )
-from prepcli.sources.tensor_match import TensorMatch, TensorNames
+from prepcli.sources.tensor_match import TensorNames
 from prepcli.targets.planner import (
     NATIVE_TREE,
     Draft,
@@ -137,26 +137,25 @@ class OrbaxLayout:
             PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide
                 a dim.
         """
-        # The cast comes first: sizes of chunks and offsets follow from the dtype of the output.
-        # Moments and other state keep their dtypes.
-        source = draft.source.cast(draft.dtype)
+        source = draft.source
         family = source.family
         sizes = family.sizes(source.config) | {"vocab": draft.vocabulary.stored_size}
         bound = {path: bind_row(row, sizes) for path, row in draft.rows.items()}
+        tower_names = {tensor.name for tensor in source.tower_tensors}
         uses: list[LeafUse] = []
         rows = draft.row_counts
-        for tensor in source.tower_tensors:
-            if 0 not in tensor.shape:
+        for tensor in draft.tensors:
+            if tensor.name in tower_names and 0 not in tensor.shape:
                 leaf = tower_leaf(tensor)
                 shape, _ = resized_shape_and_nbytes(tensor, rows[tensor.name])
                 uses.append(LeafUse(tensor, leaf, identity_axis_map(leaf, shape), path=leaf))
-        uses += _leaf_uses(source, draft.match, bound)
+        uses += _leaf_uses(draft, bound)
         # Compressed chunks are written from raw chunks in data files.
         storage = OCDBT if self.compression else self.storage
         placed = place_leaves(source, uses, self.partitioning, storage=storage)
         # Tensors without elements have no leaf.
         unplaced = [name for name, uses in draft.match.uses.items() if not uses]
-        for tensor in source.state_tensors:
+        for tensor in draft.state_tensors:
             if is_quantization_tensor(tensor.name) and not tensor.nbytes:
                 unplaced.append(tensor.name)
         unplaced += [tensor.name for tensor in source.tower_tensors if not tensor.nbytes]
@@ -344,15 +343,13 @@ class LeafUse:
     parameter_map: AxisMap | None = None
 
 
-def _leaf_uses(
-    source: Source, match: TensorMatch, bound: Mapping[str, AxisMap]
-) -> Iterator[LeafUse]:
+def _leaf_uses(draft: Draft, bound: Mapping[str, AxisMap]) -> Iterator[LeafUse]:
     """Yield each tensor of the model and of its training state with its leaf.
 
     Moments use the axis maps of their parameters, other state is unchanged.
     """
-    tensors = [(tensor, PARAMS, tensor.name) for tensor in source.tensors]
-    tensors += [(tensor, *split_name(tensor.name)) for tensor in source.state_tensors]
+    tensors = [(tensor, PARAMS, tensor.name) for tensor in draft.tensors]
+    tensors += [(tensor, *split_name(tensor.name)) for tensor in draft.state_tensors]
     leaf_by_name: dict[str, tuple[str, AxisMap, StackedIndices]] = {}
     if any(slot != PARAMS and is_leaf_path(name) for _, slot, name in tensors):
         leaf_by_name = index_state_tensors(bound)
@@ -373,7 +370,7 @@ def _leaf_uses(
             state_shape = shape_in_leaf(parameter_map, tensor.shape)
             axis_map = state_axis_map(path, parameter_map, state_shape)
             yield LeafUse(tensor, f"{slot}.{path}", axis_map, indices, path, parameter_map)
-        for use in match.uses.get(name, ()):
+        for use in draft.match.uses.get(name, ()):
             leaf = f"{slot}.{use.path}"
             yield LeafUse(tensor, leaf, bound[use.parameter], use.stacked_indices, use.path)
 
