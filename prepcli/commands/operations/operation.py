@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
     Annotated,
@@ -35,6 +37,14 @@ from prepcli.core.observer import CommandObserver, Observer, Progress
 from prepcli.core.option_spec import Minimum, with_defaults
 
 PROGRESS_TYPE = "Progress, an object with the methods begin, advance, note and end"
+# Arguments with the path of a file or a folder. `sources.references` expands the names of checkpoints, which outputs
+# record as the user spelled them.
+PATH_ARGUMENTS = frozenset(
+    (
+        *("adapter", "cache", "html", "lock", "map", "out", "prompt_ids", "prompts_file", "recipe"),
+        *("tokenizer", "tokens", "tools"),
+    )
+)
 
 
 @cache
@@ -209,20 +219,37 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        arguments: Mapping[str, object] = kwargs
+        given = {**dict(zip(positional_names, args)), **kwargs}
+        is_command = isinstance(kwargs.get("progress"), CommandObserver)
+        if not is_command:
+            check_arguments(given, annotations_of(function))
+        names = [*positional_names, *[""] * len(args)]
+        values = [_expand_home(name, value) for name, value in zip(names, args)]
+        arguments = {name: _expand_home(name, value) for name, value in kwargs.items()}
         schema = _options_of(function)
         if schema is not None:
-            arguments = with_defaults(schema, kwargs)
-        if isinstance(kwargs.get("progress"), CommandObserver):
-            return operation(*args, **arguments)
-        given = {**dict(zip(positional_names, args)), **kwargs}
-        check_arguments(given, annotations_of(function))
+            arguments = with_defaults(schema, arguments)
+        if is_command:
+            return operation(*values, **arguments)
         try:
-            return _render_warnings(operation(*args, **arguments))
+            return _render_warnings(operation(*values, **arguments))
         except PrepError as error:
             raise _python_error(error) from error.__cause__
 
     return call
+
+
+def _expand_home(name: str, value: object) -> object:
+    """Return the value of an argument with the home folder in place of the `~` of a path.
+
+    Shells leave it in `--out=~/NAME`, and Python in every text. The output would be in a folder called `~`.
+    """
+    # `expanduser` would also look up `~name` as a user, but a file may have this name.
+    if name not in PATH_ARGUMENTS or not isinstance(value, str | Path):
+        return value
+    if str(value) != "~" and not str(value).startswith("~/"):
+        return value
+    return type(value)(os.path.expanduser(value))
 
 
 def _python_error(error: PrepError) -> PrepError:
