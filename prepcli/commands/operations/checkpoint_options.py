@@ -343,7 +343,7 @@ def check_output_location(out: Path | ObjectStoreUrl, source: Source) -> None:
         return
     target = out.resolve()
     # A conversion writes to NAME.partial and renames it at the end, so neither name may be the source.
-    partial = target.with_name(target.name + ".partial")
+    partial = target.parent / f"{target.name}.partial"
     root_folder = source.root
     if isinstance(root_folder, StorePath):
         return

@@ -45,6 +45,7 @@ MISTAKES = [  # code, command, parts of the error
         "save-init m --config models/init",
         ("models/init has no config.json", "`--config models/init/hf`"),
     ),
+    (USAGE, "save-init m --out /", ("the source is inside the output /", "it would be deleted")),
     (
         USAGE,
         "roundtrip m --layout init --out m/proof.json",
