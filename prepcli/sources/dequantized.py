@@ -133,7 +133,7 @@ def decode_alike(source: Source, other: Source) -> tuple[Source, Source]:
 
 def _decode_to_dtype_of(source: Source, decoded: Source) -> Source:
     """Return a quantised source with its weights decoded to the dtype of `decoded`, or `source` unchanged."""
-    if _has_codes(source) and not _has_codes(decoded):
+    if has_codes(source) and not has_codes(decoded):
         source = dequantize_source(source)
         if decoded.wrapper is not None:
             # A text part is not found beside scales, nor beside tensors that the output dropped.
@@ -149,7 +149,7 @@ def _decode_to_dtype_of(source: Source, decoded: Source) -> Source:
     return cast_decoded(source, DECODED_DTYPE)
 
 
-def _has_codes(source: Source) -> bool:
+def has_codes(source: Source) -> bool:
     """Return whether the quantised weights of a source are read as they are stored."""
     return not (source.quantized or source.quantization) and has_quantized_weights(source)
 

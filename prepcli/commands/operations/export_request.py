@@ -33,7 +33,12 @@ from prepcli.planning.libraries import (
     find_library,
 )
 from prepcli.restore.digest_checks import towers_digest
-from prepcli.sources.dequantized import DECODED_DTYPE, has_quantized_weights, with_quantized_bytes
+from prepcli.sources.dequantized import (
+    DECODED_DTYPE,
+    has_codes,
+    has_quantized_weights,
+    with_quantized_bytes,
+)
 from prepcli.sources.locate import Access, LocatedCheckpoint, cached_model, locate
 from prepcli.sources.mapped import read_map
 from prepcli.sources.maps import TensorMap
@@ -166,6 +171,13 @@ def check_request(options: ExportOptions, source: Source) -> None:
     check_storage(options)
     _check_format(layout, options["format"])
     _check_layout_of_model(layout, source)
+    if options["dtype"] and has_codes(source):
+        command = Command("save-init", "MODEL", Option("quantized", "dequantize"))
+        raise usage_error(
+            text("{} would cast scales", Option("dtype", options["dtype"])),
+            f"the weights of {source.display_name} are quantised, and kept",
+            text("{} decodes them", command),
+        )
     if shard_nbytes(options) != DEFAULT_SHARD_NBYTES and file_format(options) in UNSPLIT_FORMATS:
         name, why = UNSPLIT_FORMATS[file_format(options)]
         raise usage_error(

@@ -107,6 +107,12 @@ def test_cast_of_kept_scales_is_refused():
     make_quantized(Path("m"), "fp8")
     with pytest.raises(UsageError, match="would cast scales"):
         prep.save_init("./m", "init", dtype="bfloat16")
+    prep.save_init("./m", "init")
+    with pytest.raises(UsageError, match="would cast scales"):
+        prep.export("init", "exported", dtype="bfloat16")
+    prep.save_init("./m", "decoded", quantized="dequantize")
+    prep.export("decoded", "exported", dtype="float16", quantized="dequantize")
+    assert read_tensors(Path("exported"))["model.layers.0.mlp.up_proj.weight"].dtype == np.float16
 
 
 @pytest.mark.parametrize("name", slow_except(FORMATS, ["awq"]))
