@@ -1,6 +1,7 @@
 """bitsandbytes: NF4 and FP4 with scales of blocks, and LLM.int8() with the largest magnitude of each row.
 
 Codes of 4 bits have one scale per block of the flattened tensor. weight: uint8 [ceil(n / 2), 1], the high nibble first.
+The same bytes may be stored in another dtype (`bnb_4bit_quant_storage`), e.g. as bfloat16 [ceil(n / 4), 1] for FSDP.
 With blocks of B values, value i of the tensor is
 
     value[i] = quant_map[code[i]] * absmax[i // B]
@@ -28,7 +29,9 @@ import numpy as np
 from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.core.json_values import parse_json, quote_name
-from prepcli.planning.arrays import Array
+from prepcli.engine.blobs import StoredMatrix
+from prepcli.planning.arrays import Array, whole_array
+from prepcli.planning.tensors import ITEM_BITS
 from prepcli.quantized.decoder import (
     USE_ORIGINAL_HINT,
     VALUE_DTYPES,
@@ -44,6 +47,8 @@ from prepcli.quantized.decoder import (
 from prepcli.quantized.scaled import ScaledDecoder
 
 QUANT_TYPES = ("nf4", "fp4")
+# Dtypes of the tensor with codes of 4 bits.
+STORAGE_DTYPES = ("uint8", "int8", "bfloat16", "float16", "float32", "float64")
 MAX_BLOCK_VALUES = 1 << 20
 MAX_DIMS = 64
 INT8_STEP = np.float32(7.874015718698502e-3)
@@ -148,7 +153,10 @@ class Bits4Decoder(Decoder):
                 "its quant_state and its tensors disagree on nested scales",
                 GET_AGAIN_HINT,
             )
-        self._weight = checked_matrix(weight, name, ("uint8",), [(octets, 1), (octets,)], 1)
+        items = -(-octets // max(ITEM_BITS[weight.dtype] // 8, 1))
+        checked_matrix(weight, name, STORAGE_DTYPES, [(items, 1), (items,)], 1)
+        codes = whole_array(weight.name, "uint8", (weight.nbytes, 1), (weight.file, weight.offset))
+        self._weight = StoredMatrix(codes, weight.nbytes, 1)
         absmax_dtypes = ("uint8",) if self._nested else float32
         self._absmax = checked_matrix(absmax, name, absmax_dtypes, [(blocks,)], 1)
         self._quant_map = checked_matrix(quant_map, name, float32, [(16,)])

@@ -9,6 +9,7 @@ import numpy as np
 
 from prepcli.algebra.boxes import Range
 from prepcli.engine.blobs import StoredMatrix
+from prepcli.engine.fills import numpy_dtype
 from prepcli.planning.arrays import Array, whole_array
 from prepcli.quantized.decoder import Decoder, MatrixReader
 
@@ -21,7 +22,8 @@ def reader_of(arrays: Mapping[str, np.ndarray]) -> MatrixReader:
     """Return a reader of arrays by the names of the stored tensors."""
 
     def read(matrix: StoredMatrix, rows: Range, columns: Range | None = None) -> np.ndarray:
-        array = arrays[matrix.tensor.name].reshape(matrix.rows, matrix.columns)
+        flat = arrays[matrix.tensor.name].reshape(-1)
+        array = flat.view(numpy_dtype(matrix.tensor.dtype)).reshape(matrix.rows, matrix.columns)
         assert 0 <= rows[0] <= rows[1] <= matrix.rows
         if columns is None:
             return array[slice(*rows)]

@@ -76,6 +76,24 @@ def test_values_equal_bitsandbytes(quant_type: str, is_nested: bool, dtype: str)
         assert_equal_bits(decode_all(decoder, arrays, rows_per_part), expected)
 
 
+@pytest.mark.parametrize("storage", ["int8", "bfloat16", "float16", "float32"])
+def test_codes_may_be_stored_in_another_dtype(storage: str):
+    """FSDP needs codes in the dtype of the other weights (`bnb_4bit_quant_storage`)."""
+    arrays, state, expected = quantize(
+        (50, 96), "nf4", block_size=64, is_nested=False, dtype=torch.bfloat16
+    )
+    weights = torch.randn((50, 96), generator=torch.Generator().manual_seed(1)).bfloat16()
+    packed, _ = functional.quantize_4bit(
+        weights, blocksize=64, quant_type="nf4", quant_storage=getattr(torch, storage)
+    )
+    codes = to_numpy(packed)
+    assert codes.tobytes() == arrays["weight"].tobytes()
+    arrays["weight"] = codes
+    decoder = decoder_of(arrays, state)
+    for rows_per_part in (None, 1, 7):
+        assert_equal_bits(decode_all(decoder, arrays, rows_per_part), expected)
+
+
 @pytest.mark.parametrize("batches", [1, pytest.param(100, marks=pytest.mark.slow)])
 def test_many_blocks_equal_bitsandbytes(batches: int):
     for seed in range(batches):
