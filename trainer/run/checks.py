@@ -61,6 +61,7 @@ from trainer.training.source_datasets import eval_selection, train_selection
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
+    from trainer.nn.model_spec import ModelSpec
     from trainer.run.start import StartCheckpoint
     from trainer.training.datasets import DataModel
     from trainer.training.events import Interval
@@ -127,6 +128,27 @@ def check_model(recipe: Recipe, model: DataModel) -> None:
     if model.arch_config.experts_per_token and "mlp_hidden" in saved:
         why = f"the experts of {model.family.name} compute their hidden units again"
         raise usage_error("`model.remat_policy` has mlp_hidden", why, "remove it from the list")
+
+
+def check_overrides(start: StartCheckpoint, model: ModelSpec) -> None:
+    """Check that `model.overrides` keep the parameters of the start checkpoint. Only headers are read.
+
+    Raises:
+        UsageError: The model has a parameter of another shape, or one that the checkpoint does not have.
+    """
+    stored = start.model_reader.leaves
+    key = Key("model.overrides")
+    hint = "remove the fields that decide sizes; only a random start may have other ones"
+    for path in model.base_paths or model.leaves:
+        leaf = model.leaves[path]
+        spec = stored.get(f"params.{path}")
+        if spec is None:
+            raise usage_error(
+                text("{} adds {}", key, path), "the checkpoint does not have it", hint
+            )
+        if spec.shape != leaf.shape:
+            why = f"it is {list(spec.shape)} in the checkpoint, the model would have {list(leaf.shape)}"
+            raise usage_error(text("{} changes the shape of {}", key, path), why, hint)
 
 
 def _check_seq_length(data: Data, arch_config: ArchConfig) -> None:

@@ -16,7 +16,7 @@ from prepcli.restore.item_reader import ItemReader
 from trainer.planning.step_inputs import check_patterns
 from trainer.recipe import Recipe, batch_shape, recipe_to_toml
 from trainer.recipe.key_types import MAX_INT32
-from trainer.run.checks import check_before_steps, check_machine, check_model
+from trainer.run.checks import check_before_steps, check_machine, check_model, check_overrides
 from trainer.run.recipe_data import open_run_datasets
 from trainer.run.resume import check_base, check_resumable_step, read_changed_keys
 from trainer.run.run import Run, compare_start
@@ -63,6 +63,8 @@ def configure(
     manifest = start.model_manifest(recipe)
     model = model_from_manifest(manifest)
     check_model(recipe, model)
+    if recipe.model.overrides and not recipe.model.is_random:
+        check_overrides(start, model)
     check_model_layout(recipe, model, sharding)
     dropout = dropout_rates(recipe, manifest["config"], model)
     kernel = choose_kernel(recipe, model, sharding, warn=run.observer.warn, dropout=dropout)

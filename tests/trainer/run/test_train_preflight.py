@@ -66,6 +66,16 @@ def _reads_nothing(monkeypatch: pytest.MonkeyPatch):
         ("data.path=nowhere.txt", FAILED, "no data in `nowhere.txt`"),
         ("data.tokenizer=nowhere", FAILED, "no tokenizer at nowhere"),
         ("model.rope_theta=0.5", USAGE, "`model.rope_theta` cannot be applied to this llama model"),
+        (
+            "model.overrides={ num_hidden_layers = 2 }",
+            USAGE,
+            "`model.overrides` changes the shape of layers.attn_norm.scale",
+        ),
+        (
+            "model.overrides={ attention_bias = true }",
+            USAGE,
+            "`model.overrides` adds layers.attn.q.bias",
+        ),
     ],
 )
 def test_invalid_recipe_is_found_before_work(
