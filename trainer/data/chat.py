@@ -222,14 +222,25 @@ class PromptEncoder:
         *,
         template_args: Mapping[str, JsonValue] | None = None,
         now: datetime | None = None,
+        template: ChatTemplate | None = None,
     ) -> None:
-        """Keep the tokenizer, whose folder has the chat template, and variables and the time for the template."""
+        """Keep the tokenizer and its chat template.
+
+        Args:
+            tokenizer: The tokenizer. Its folder has the chat template.
+            template_args: Variables of the template.
+            now: The time for the template.
+            template: A template with its variables and its date, in place of that of the tokenizer.
+        """
         self.tokenizer = tokenizer
         self._template_args = template_args
         self._now = now
+        self._replacement = template
 
     @cached_property
     def _template(self) -> ChatTemplate:
+        if self._replacement is not None:
+            return self._replacement
         template = load_chat_template(self.tokenizer.path)
         arguments = json.dumps(self._template_args or {})
         return replace(template, arguments=arguments, date=self._now)

@@ -15,6 +15,7 @@ from prepcli.models.param_tree import Tree
 from prepcli.models.token_rules import NO_RULES, TokenRules
 from prepcli.sources.generation_config import folder_generation_defaults
 from trainer.data.chat import MESSAGES_KEY, TOOLS_KEY, Prompt, PromptEncoder, chat_prompt
+from trainer.data.chat_template import ChatTemplate, recipe_template
 from trainer.data.incremental_decoder import StopFinder
 from trainer.data.order import eval_batches
 from trainer.data.packing import Dataset
@@ -54,6 +55,7 @@ class Sampler:
         decoder_start_id: int | None,
         rules: TokenRules = NO_RULES,
         stop_texts: tuple[str, ...] = (),
+        chat_template: ChatTemplate | None = None,
     ) -> None:
         """Encode the prompts, and check that the model can generate from them.
 
@@ -70,6 +72,7 @@ class Sampler:
             decoder_start_id: First token of the decoder. None if the model has no encoder.
             rules: Rules of the model that change which token is chosen.
             stop_texts: Texts that end a generated text.
+            chat_template: Template of the conversations. None takes that of the tokenizer.
 
         Raises:
             UsageError: The mesh splits tokens, a prompt has no tokens or too many, or a token is
@@ -85,7 +88,7 @@ class Sampler:
             )
         self._tokenizer = tokenizer
         self._stop_texts = stop_texts
-        encoder = PromptEncoder(tokenizer)
+        encoder = PromptEncoder(tokenizer, template=chat_template)
         with _recipe_keys_in_errors():
             encoded = [encoder.encode(_sample_prompt(prompt)) for prompt in prompts]
         self.prompts = tuple(prompt.text for prompt in encoded)
@@ -204,6 +207,11 @@ def build_sampler(
         why = text("{}: {}", error.what, error.why)
         hint = text("set {}, or remove {}", Key("data.tokenizer"), Key(SAMPLES_KEY))
         raise PrepError(what, why, hint) from error
+    chat_template = None
+    if any(not isinstance(prompt, str) for prompt in recipe.log.samples):
+        # The conversations of the data have the same template.
+        with _recipe_keys_in_errors():
+            chat_template = recipe_template(recipe.data, tokenizer.path)
     vocab = model.true_vocab_size
     defaults = folder_generation_defaults(config, files, vocab)
     for line in defaults.notes:
@@ -222,6 +230,7 @@ def build_sampler(
         rules=defaults.rules,
         stop_texts=defaults.stop_texts,
         decoder_start_id=decoder_start_id,
+        chat_template=chat_template,
     )
 
 

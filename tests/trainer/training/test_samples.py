@@ -16,10 +16,11 @@ from tests.trainer.training import test_lora_step
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import AttentionOptions
+from trainer.recipe import load_recipe
 from trainer.training.logs import MetricsFileLog, SamplesFileLog, sample_line
 from trainer.training.loop import Loop
 from trainer.training.metrics import read_metrics
-from trainer.training.samples import Sampler
+from trainer.training.samples import Sampler, build_sampler
 from trainer.training.step import StepSetup
 
 PROMPTS = ("w3 w4 w6", "w90")
@@ -195,6 +196,38 @@ def test_sampler_renders_conversations(tokenizer: TextTokenizer):
     first = samples[0].text.split()
     stopped = make_sampler(tokenizer, setup, prompts=(chat,), stop_texts=(first[1],))
     assert stopped.generate(params)[0].text.split() == first[:2]
+
+
+def test_sampler_renders_conversations_as_the_data(tokenizer: TextTokenizer, tmp_path: Path):
+    """With the template of the recipe, its variables and its date."""
+    (tmp_path / "data.jinja").write_text(
+        "{{ strftime_now('w%d') }} {{ word }} {{ messages[0].content }}"
+    )
+    (tmp_path / "recipe.toml").write_text(f"""\
+model.path = "tiny"
+batch.size = 1
+optimizer.lr = 1e-3
+train.steps = 1
+[data]
+path = "chats.jsonl"
+format = "chat"
+seq_length = 16
+chat_template = "{tmp_path / "data.jinja"}"
+template_args = {{ word = "w9" }}
+template_date = "2026-01-31"
+[log]
+samples = [{{ messages = [{{ role = "user", content = "w7" }}] }}]
+""")
+    setup = runs.make_setup()
+    sampler = build_sampler(
+        load_recipe(tmp_path / "recipe.toml").recipe,
+        setup.model,
+        runs.GPT_NEO,
+        files=tokenizer.path.parent,
+        sharding=setup.sharding,
+    )
+    assert sampler is not None
+    assert sampler.prompts == ("w31 w9 w7",)
 
 
 @pytest.mark.parametrize("chat", [{}, {"messages": []}, {"messages": [1]}, {"text": "w7"}], ids=str)
