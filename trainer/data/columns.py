@@ -6,6 +6,7 @@ Errors name the file, the line and the column.
 from __future__ import annotations
 
 import base64
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ PAIR_PROMPTS = ("prompt", "question", "instruction")
 # Columns with a context that follows an instruction.
 CONTEXTS = ("input", "context")
 TEXT_COLUMN = "text"
+# The columns whose names tell a shape. Others are not read: a table may have values there that Python does not have.
+SHAPE_COLUMNS = frozenset({*CONVERSATIONS, *itertools.chain(*PAIRS), *CONTEXTS, TEXT_COLUMN})
 # Columns of data sets in other shapes, for hints: prompts, answers, contexts and texts, in the order in which they
 # are preferred.
 OTHER_PROMPTS = (*PAIR_PROMPTS, "query", "input", "article", "document", "source")
@@ -90,7 +93,8 @@ def find_shapes(values: Mapping[str, object]) -> list[Shape]:
     >>> find_shapes({"question": "1+1?", "answer": "2"})
     [Shape(format='question_answer', fields='[question], answer')]
     """
-    columns = {name: value for name, value in values.items() if value is not None}
+    known = {name: values[name] for name in values if name in SHAPE_COLUMNS}
+    columns = {name: value for name, value in known.items() if value is not None}
     shapes: list[Shape] = []
     for name in CONVERSATIONS:
         if is_sharegpt(columns.get(name)):

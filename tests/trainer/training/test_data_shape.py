@@ -233,3 +233,14 @@ def test_history_of_other_values_is_an_error(tmp_path: Path):
     data, _ = find(write_rows(tmp_path, record))
     with pytest.raises(PrepError, match="`history` is not a list of pairs"):
         shown(data, record)
+
+
+def test_columns_of_other_names_are_not_read(tmp_path: Path):
+    """E.g. a time that Python does not have, next to the text."""
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    far = pa.array([10**17], pa.timestamp("ms"))
+    parquet.write_table(pa.table({"text": ["One."], "time": far}), tmp_path / "rows.parquet")
+    data, _ = find(tmp_path / "rows.parquet")
+    assert (data.format, data.fields) == ("text", "text")
