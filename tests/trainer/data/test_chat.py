@@ -13,6 +13,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from prepcli.core.errors import PrepError
+from tests.helpers.chat_masks import without_markers
+from tests.trainer.data.chat_templates import CHATML, GEMMA, LLAMA3
 from trainer.data.chat import ChatPrompt, PromptEncoder, chat_prompt
 from trainer.data.chat_forms import load_forms
 from trainer.data.chat_template import load_chat_template
@@ -22,50 +24,6 @@ from trainer.data.examples import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.readers.reader import Record
 from trainer.data.tokenizer import load_tokenizer
-
-# Conversations: the ids and masks of transformers, and errors that name the line.
-
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' + '\\n' }}"
-    "{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' + '\\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-
-LLAMA3 = (
-    "{% set loop_messages = messages %}{% for message in loop_messages %}"
-    "{% set header = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' %}"
-    "{% if loop.index0 == 0 %}{% set header = bos_token + header %}{% endif %}{{ header }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}"
-    "{% endgeneration %}{% else %}{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
-)
-
-
-GEMMA = """\
-{{ bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {{- raise_exception('System role not supported') }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
-    {%- endif %}
-    {%- if message['role'] == 'assistant' %}
-        {{- '<start_of_turn>model\\n' }}
-        {%- generation %}
-        {{- message['content'] | trim + '<end_of_turn>\\n' }}
-        {%- endgeneration %}
-    {%- else %}
-        {{- '<start_of_turn>' + message['role'] + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<start_of_turn>model\\n' }}
-{%- endif %}
-"""
-
 
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA}
 
@@ -94,13 +52,6 @@ CONVERSATIONS = [
         ("assistant", "the end <|im_end|>"),
     ],
 ]
-
-
-def without_markers(template: str) -> str:
-    """Return a template without the markers of generated text."""
-    for tag in ("generation", "endgeneration"):
-        template = template.replace(f"{{%- {tag} %}}", "").replace(f"{{% {tag} %}}", "")
-    return template
 
 
 def write_tokenizer(folder: Path, template: str, **config: Any) -> Path:

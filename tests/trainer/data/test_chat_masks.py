@@ -15,16 +15,19 @@ from tests.helpers.chat_masks import (
     without_markers,
 )
 from tests.trainer.data.chat_templates import (
+    CHATML,
     END_OF_TEXT,
+    GEMMA,
     LAST_REASONS,
     LAST_RETURNS,
+    LLAMA3,
     NEXT_ROLE_ENDS,
     OPEN_THINKING,
     PYTHON_CALLS,
     SYSTEM_IN_LAST,
     TEXT_ARGUMENTS,
 )
-from tests.trainer.data.test_chat import CHATML, GEMMA, LLAMA3, QWEN
+from tests.trainer.data.test_chat import QWEN
 
 MARKED_TEMPLATES = {
     "chatml": CHATML,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -111,27 +110,6 @@ def test_sample_order_differs_by_epoch_and_seed():
         for epoch in range(20)
     }
     assert len(orders) == 400
-
-
-@pytest.mark.parametrize("n", slow_except((5, 6, 17), (6,)))
-def test_sample_order_is_uniform(n: int):
-    """Chi-square of (position, row) over 2000 epochs is at most 4.5 standard deviations above its mean."""
-    order = SampleOrder(n_rows=n, batch_size=n, seed=3, shuffle=True)
-    counts = Counter(
-        pair for epoch in range(2000) for pair in enumerate(order.rows(epoch).tolist())
-    )
-    expected = 2000 / n
-    chi_square = sum(
-        (counts[i, row] - expected) ** 2 / expected for i in range(n) for row in range(n)
-    )
-    freedom = (n - 1) ** 2
-    assert chi_square < freedom + 4.5 * math.sqrt(2 * freedom)
-
-
-def test_sample_order_separates_neighbouring_rows():
-    rows = SampleOrder(n_rows=1000, batch_size=1000, seed=0, shuffle=True).rows(0)
-    # For random rows the expected number is 2.
-    assert (np.abs(np.diff(rows)) == 1).sum() < 12
 
 
 @pytest.mark.parametrize(

@@ -100,19 +100,20 @@ def test_failed_run_is_failed_in_wandb(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("module", "log"),
+    ("module", "extra", "log"),
     [
-        ("tensorboard.summary.writer.event_file_writer", {"tensorboard": "events"}),
-        ("wandb", {"wandb": OFFLINE_TABLE}),
+        ("tensorboard.summary.writer.event_file_writer", "tensorboard", {"tensorboard": "events"}),
+        ("wandb", "wandb", {"wandb": OFFLINE_TABLE}),
     ],
 )
 def test_missing_extras_are_found_by_the_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, log: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, extra: str, log: dict[str, Any]
 ):
     run = make_run(tmp_path, **log)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(PrepError, match="is not installed"):
+    with pytest.raises(PrepError, match=rf"log\.{extra}.*is not installed") as caught:
         check_logs(run.recipe.log, run.storage)
+    assert f"prepcli[{extra}]" in caught.value.hint
 
 
 @pytest.mark.parametrize("value", [True, "gs://bucket/tb"])

@@ -301,34 +301,36 @@ def test_restart_deletes_steps_only_after_checks(
     assert saved_steps(work_dir / "runs/recipe") == [3, 4]
 
 
-@pytest.mark.parametrize(
-    ("words", "deleted", "key"),
-    [
-        (["model.path=runs/recipe", "data.tokenizer=other"], "runs/recipe/4", "model.path"),
-        (["model.path=runs/recipe/3", "data.tokenizer=other"], "runs/recipe/3", "model.path"),
-        (["model.path=runs/recipe/exports/3"], "runs/recipe/exports", "model.path"),
-        (["model.path=runs/recipe/exports/3", "lora.rank=2"], "runs/recipe/exports", "model.path"),
-        (["data.tokenizer=runs/recipe/exports/3"], "runs/recipe/exports", "data.tokenizer"),
-        (["model.config=runs/recipe/exports/3"], "runs/recipe/exports", "model.config"),
-    ],
-)
+# Settings with which a restart would start from its own files, the folder that it would delete, and the key.
+OWN_FILES = [
+    (["model.path=runs/recipe", "data.tokenizer=other"], "runs/recipe/4", "model.path"),
+    (["model.path=runs/recipe/3", "data.tokenizer=other"], "runs/recipe/3", "model.path"),
+    (["model.path=runs/recipe/exports/3"], "runs/recipe/exports", "model.path"),
+    (["model.path=runs/recipe/exports/3", "lora.rank=2"], "runs/recipe/exports", "model.path"),
+    (["data.tokenizer=runs/recipe/exports/3"], "runs/recipe/exports", "data.tokenizer"),
+    (["model.config=runs/recipe/exports/3"], "runs/recipe/exports", "model.config"),
+]
+
+
 def test_restart_deletes_no_file_that_it_starts_from(
-    work_dir: Path, words: list[str], deleted: str, key: str, capsys: pytest.CaptureFixture[str]
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
     Path("other").mkdir()
     write_tokenizer(Path("other"), WORDS[::-1])
     assert run_code("train", "recipe.toml", "--stop-after", "4") == STOPPED
     Path("runs/recipe/exports").mkdir()
     run_ok("export", "runs/recipe/3", "--out", "runs/recipe/exports/3")
-    if key == "model.config":
-        recipe = Path("recipe.toml").read_text()
-        Path("recipe.toml").write_text(recipe.replace('path = "tiny-init"', 'init = "random"'))
-    options = set_keys(*words)
-    code, what, why, _ = train_error(capsys, "--restart", "--stop-after", "1", *options)
-    assert (code, what) == (USAGE, f"`--restart` would delete {deleted}")
-    assert f"`{key}`" in why
-    assert saved_steps(work_dir / "runs/recipe") == [3, 4]
-    assert Path("runs/recipe/exports/3/config.json").is_file()
+    recipe = Path("recipe.toml").read_text()
+    for settings, deleted, key in OWN_FILES:
+        is_random = key == "model.config"
+        start = 'init = "random"' if is_random else 'path = "tiny-init"'
+        Path("recipe.toml").write_text(recipe.replace('path = "tiny-init"', start))
+        options = set_keys(*settings)
+        code, what, why, _ = train_error(capsys, "--restart", "--stop-after", "1", *options)
+        assert (code, what) == (USAGE, f"`--restart` would delete {deleted}")
+        assert f"`{key}`" in why
+        assert saved_steps(work_dir / "runs/recipe") == [3, 4]
+        assert Path("runs/recipe/exports/3/config.json").is_file()
 
 
 def test_finished_run_needs_no_optimizer_state(work_dir: Path, capsys: pytest.CaptureFixture[str]):

@@ -230,10 +230,7 @@ COPY_README += "---\n# Text\n"
 
 
 @pytest.fixture
-def _copy_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make_training_folder()
+def _copy_dir(work_dir: Path) -> None:
     Path("copy/data").mkdir(parents=True)
     Path("copy/README.md").write_text(COPY_README)
     for split, word in SPLITS.items():
@@ -330,10 +327,7 @@ DATA = ("data.path=rows.jsonl", "data.type=json", "data.holdout=0", "data.add_eo
 
 
 @pytest.fixture
-def _prefix_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make_training_folder()
+def _prefix_dir(work_dir: Path) -> None:
     write_prefix(Path("tiny"))
     convert = ["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "--overwrite", "-q"]
     assert main(convert) == OK
@@ -434,10 +428,7 @@ bad_lines = 1
 
 
 @pytest.fixture
-def _mixture_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make_training_folder()
+def _mixture_dir(work_dir: Path) -> None:
     data, rest = RECIPE.split("[batch]")
     data = data.replace('type = "text"\npath = "text.txt"\n', "")
     Path("recipe.toml").write_text(f"{data}{SOURCES}\n[batch]{rest}")
@@ -504,10 +495,7 @@ def turn(role: str, **keys: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def _chat_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make_training_folder()
+def _chat_dir(work_dir: Path) -> None:
     rows: list[dict[str, Any]] = [
         {
             "messages": [turn("user", weight=0), turn("assistant", reasoning_content="w1")],

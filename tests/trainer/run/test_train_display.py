@@ -23,7 +23,6 @@ from prepcli.core.errors import OK
 from prepcli.core.observer import Line
 from tests.helpers.screen import Screen
 from tests.helpers.train_runs import set_keys
-from tests.helpers.training_folder import make_training_folder
 from trainer.run.display import LineDisplay, LiveDisplay, RunStatus, sparkline, status_lines
 from trainer.training.evaluation import EvaluationResult
 from trainer.training.logs import StepLine
@@ -359,9 +358,7 @@ def run_on_terminal(*words: str) -> tuple[int, str]:
     return process.wait(), output.decode()
 
 
-def test_train_draws_its_view_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    make_training_folder()
+def test_train_draws_its_view_on_a_terminal(work_dir: Path):
     overrides = set_keys(*SETTINGS)
     code, output = run_on_terminal("train", "recipe.toml", "--out", "run", *overrides)
     screen = Screen()

@@ -25,7 +25,7 @@ from tests.helpers.train_runs import (
     train_json,
     wait_for_step,
 )
-from tests.helpers.training_folder import WORDS, make_training_folder, write_tokenizer
+from tests.helpers.training_folder import WORDS, write_tokenizer
 
 # `prep train` on pairs of source and target: bit-exact resumption, and the same loss as transformers.
 
@@ -446,11 +446,8 @@ def transformers_loss(documents: Sequence[list[int]], seq_length: int) -> float:
 
 
 def test_loss_of_packed_documents_equals_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make_training_folder()
     write_documents(Path("train.jsonl"), 0, 200)
     documents = write_documents(Path("eval.jsonl"), 1, 30)
     capsys.readouterr()

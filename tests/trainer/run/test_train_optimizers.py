@@ -23,7 +23,6 @@ from prepcli.restore.item_reader import open_reader
 from tests.helpers.optimizers import KEYS
 from tests.helpers.run_cli import run_code, run_ok
 from tests.helpers.train_runs import set_keys
-from tests.helpers.training_folder import make_training_folder
 from tests.helpers.training_states import read_leaves, same_state
 
 # `prep train` with every optimizer: stop, resume, reshard and export.
@@ -121,14 +120,6 @@ OPTIONS = set_keys("model.param_dtype=bfloat16", "train.steps=4", "checkpoint.ev
 
 
 LORA = set_keys("lora.rank=4", "lora.targets=['attn.q']")
-
-
-@pytest.fixture
-def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make_training_folder()
-    return tmp_path
 
 
 def read_step(path: str) -> dict[str, Any]:

@@ -138,6 +138,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *sets: str) -> tuple[dict[str, A
 
 def test_dry_run_estimates_device_memory(capsys: pytest.CaptureFixture[str]):
     report, err = dry_run(capsys)
+    assert (report["steps"], report["mesh"], report["dry_run"]) == (12, "1,2,4", True)
     memory = report["memory"]
     assert memory["scores"] == 4 * 2 * 16 * 16 * 4, "batch 4 x 2 heads x 16 x 16, float32"
     lasting = sum(memory[name] for name in ("parameters", "moments", "gradients", "batch", "saved"))

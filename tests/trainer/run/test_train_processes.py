@@ -23,7 +23,6 @@ from tests.helpers.recorded_train import VARIABLE, batch_digests, read_records, 
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import read_tensors
 from tests.helpers.train_runs import read_losses, set_keys
-from tests.helpers.training_folder import make_training_folder
 from tests.helpers.training_states import read_leaves
 from tests.helpers.waiting import wait_until
 from tests.trainer.run.test_train_losses import make_pairs_folder
@@ -303,17 +302,8 @@ def train_exactly(
     [(2, 1, "2,1,1", "1,1,1"), (2, 4, "2,4,1", "1,8,1"), (4, 2, "1,8,1", "8,1,1")],
 )
 def test_exact_runs_in_processes_end_in_equal_bytes(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    count: int,
-    devices: int,
-    mesh: str,
-    one_process_mesh: str,
+    work_dir: Path, *, count: int, devices: int, mesh: str, one_process_mesh: str
 ):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make_training_folder()
     num_devices = 1 if one_process_mesh == "1,1,1" else count * devices
     expected = train_exactly("one", one_process_mesh, count=1, devices=num_devices)
     assert train_exactly("several", mesh, count=count, devices=devices) == expected

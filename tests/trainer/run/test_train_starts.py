@@ -29,7 +29,7 @@ from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
 from tests.helpers.torch_checkpoints import to_torch, write_bin_folder
 from tests.helpers.train_runs import read_losses, read_step_files, set_keys, train_error, train_json
-from tests.helpers.training_folder import RECIPE, WORDS, make_training_folder, write_tokenizer
+from tests.helpers.training_folder import RECIPE, WORDS, write_tokenizer
 from trainer.recipe import load_recipe
 from trainer.run.start import random_start
 
@@ -240,11 +240,9 @@ RANDOM = RECIPE.replace(
 
 
 @pytest.fixture
-def random_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    make_training_folder()
+def random_dir(work_dir: Path) -> Path:
     Path("recipe.toml").write_text(RANDOM)
-    return tmp_path
+    return work_dir
 
 
 def export_run(recipe_options: tuple[str, ...], out: str) -> dict[str, np.ndarray]:
@@ -354,9 +352,7 @@ SHORT = ["train.steps=3", "checkpoint.every=3", "data.holdout=0"]
 
 
 @pytest.fixture
-def _tool_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_training_folder()
+def _tool_dir(work_dir: Path) -> None:
     Path("tokens.txt").write_text("<tool>\n")
     text = Path("text.txt").read_text()
     Path("text.txt").write_text(text.replace(" w7 ", " <tool> "))
@@ -474,13 +470,6 @@ def test_factored_moments_are_refused(capsys: pytest.CaptureFixture[str]):
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
-@pytest.fixture
-def _offline_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_training_folder()
-
-
-@pytest.mark.usefixtures("_offline_dir")
 def test_trained_init_of_fp8_is_exported_with_its_values():
     values = make_quantized(Path("m"), "fp8")
     write_tokenizer(Path("m"))
@@ -499,7 +488,6 @@ def test_trained_init_of_fp8_is_exported_with_its_values():
     assert "quantization_config" not in json.loads(Path("exported/config.json").read_text())
 
 
-@pytest.mark.usefixtures("_offline_dir")
 def test_left_over_settings_do_not_refuse_training(capsys: pytest.CaptureFixture[str]):
     config_path = Path("tiny/config.json")
     config = json.loads(config_path.read_text())

@@ -209,19 +209,15 @@ def test_train_runs_as_the_only_task(
 
 
 def test_train_refuses_incomplete_variables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    work_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.chdir(tmp_path)
-    make_training_folder()
     monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
     err = run_failing(capsys, 2, "train", "recipe.toml", "--out", "run")
     assert "JAX_NUM_PROCESSES is set, and JAX_PROCESS_ID is not" in err
     assert not Path("run").exists()
 
 
-def test_train_names_the_missing_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    make_training_folder()
+def test_train_names_the_missing_process(work_dir: Path):
     port, timeout = free_port(), ("--set", "cluster.start_timeout=3")
     processes = [start_process(*timeout, index=0, count=3, port=port)]
     [(code, out, err)] = finish(processes)
@@ -234,9 +230,7 @@ def test_train_names_the_missing_process(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_train_names_the_keys_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    make_training_folder()
+def test_train_names_the_keys_that_differ(work_dir: Path):
     port, rates = free_port(), ("0.01", "0.02")
     processes = [
         start_process("--set", f"optimizer.lr={rate}", index=index, count=2, port=port)
@@ -255,11 +249,7 @@ def test_train_names_the_keys_that_differ(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_train_goes_on_after_a_process_of_another_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    make_training_folder()
+def test_train_goes_on_after_a_process_of_another_job(work_dir: Path):
     port, short = free_port(), set_keys("train.steps=2", "optimizer.warmup_steps=1")
     first = start_process(*short, index=0, count=2, port=port)
     [(code, _, err)] = finish(

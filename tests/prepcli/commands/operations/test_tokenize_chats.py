@@ -15,7 +15,8 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK
 from tests.helpers.tiny_checkpoints import LLAMA
 from tests.helpers.training_folder import RECIPE, make_training_folder
-from tests.trainer.data.test_chat import CHATML, write_tokenizer
+from tests.trainer.data.chat_templates import CHATML
+from tests.trainer.data.test_chat import write_tokenizer
 
 USER = {"role": "user", "content": "Hello there"}
 ANSWER = {"role": "assistant", "content": "it is the end"}
