@@ -15,7 +15,6 @@ from tests.trainer.data.chat_templates import (
     LAST_REASONS,
     LAST_RETURNS,
     NEXT_ROLE_ENDS,
-    SYSTEM_IN_LAST,
     TEXT_ARGUMENTS,
 )
 from tests.trainer.data.test_chat import encode_chat, make_messages, write_tokenizer
@@ -70,39 +69,6 @@ def shown(*arguments: Any, **settings: Any) -> str:
         mark = "" if weight == 1 else f"{weight:g}:"
         text = f"{text[:start]}⟦{mark}{text[start:end]}⟧{text[end:]}"
     return text
-
-
-def test_earlier_turns_have_loss_where_the_template_puts_them():
-    messages = [user("1+1?"), assistant("2", reasoning_content="one"), user("So?"), assistant("3")]
-    assert shown(LAST_REASONS, messages) == (
-        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n⟦2<|im_end|>\n⟧"
-        "<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\n3<|im_end|>\n⟧"
-    )
-    assert build(LAST_REASONS, messages).ignored == ("hidden_reasoning",)
-
-
-def test_system_text_may_be_in_the_last_turn_of_the_user():
-    messages = [
-        {"role": "system", "content": "Be kind"},
-        *(user("a"), assistant("b"), user("c"), assistant("d")),
-    ]
-    expected = "<s>[INST]a[/INST]⟦b</s>⟧[INST]Be kind\n\nc[/INST]⟦d</s>⟧"
-    assert shown(SYSTEM_IN_LAST, messages) == expected
-
-
-def test_start_of_the_next_turn_has_loss_if_it_ends_a_turn():
-    messages = [user("a"), assistant(" b\n"), user("c"), assistant("d")]
-    expected = "<|user|>\na<|assistant|>\n⟦b<|user|>⟧\nc<|assistant|>\n⟦d⟧"
-    assert shown(NEXT_ROLE_ENDS, messages) == expected
-
-
-def test_last_turn_may_end_with_another_token():
-    messages = [user("a"), assistant("b", reasoning="x"), user("c"), assistant("d", thinking="y")]
-    assert shown(LAST_RETURNS, messages) == (
-        "Today: 2026-01-31<|end|><|start|>user<|message|>a<|end|><|start|>assistant⟦<|message|>b<|end|>⟧"
-        "<|start|>user<|message|>c<|end|><|start|>assistant"
-        "⟦<|analysis|>y<|end|><|start|>assistant<|message|>d<|return|>⟧"
-    )
 
 
 @pytest.mark.parametrize("arguments", [{"city": "Ulm"}, '{"city": "Ulm"}'], ids=["object", "text"])

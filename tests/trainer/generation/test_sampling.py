@@ -167,25 +167,6 @@ def test_sampling_rejects_values_out_of_range(field: str, value: float):
     assert caught.value.code == USAGE
 
 
-def test_warp_logits_matches_transformers():
-    torch = pytest.importorskip("torch")
-    process = pytest.importorskip("transformers.generation.logits_process")
-    logits = np.random.default_rng(3).standard_normal((40, VOCAB_SIZE)).astype(np.float32) * 2
-    for temperature, top_k, top_p in [
-        (0.7, 5, 0.9),
-        (1.3, 12, 0.4),
-        (1.0, 2, 0.99),
-        (3.0, 12, 0.95),
-    ]:
-        scores = torch.tensor(logits) / temperature
-        for warper in (process.TopKLogitsWarper(top_k), process.TopPLogitsWarper(top_p)):
-            scores = warper(None, scores)
-        warped = warp_logits(jnp.asarray(logits), Sampling(temperature, top_k, top_p))
-        expected = (scores - scores.max(-1, keepdim=True).values).numpy()
-        np.testing.assert_allclose(np.exp(warped), np.exp(expected), atol=1e-6)
-        np.testing.assert_array_equal(np.isfinite(warped), np.isfinite(expected))
-
-
 # Probabilities after the rules of a model and the filters of sampling are those of transformers.
 
 

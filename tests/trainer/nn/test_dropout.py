@@ -453,11 +453,6 @@ def test_options_change_dropout_by_rounding_only(family: str, options: str):
     assert errors == pytest.approx(dict.fromkeys(expected, 0), abs=1e-5)
 
 
-# Tests of random keys and bits: known answers, and statistics of streams.
-
-NUM_STREAMS, BITS_LENGTH = 256, 4096
-
-
 def make_key(first: int, second: int) -> RandomKey:
     return RandomKey(uint32(first), uint32(second))
 

@@ -22,10 +22,6 @@ from trainer.nn.attention_mask import (
     sinusoidal_positions,
 )
 
-T, HEAD_DIM = 5, 8
-X = np.random.default_rng(0).standard_normal((2, T, 3, HEAD_DIM))
-
-
 ROPES = [
     Rope(4, 100.0, 16),
     Rope(4, 100.0, 16, "linear", 3.0),

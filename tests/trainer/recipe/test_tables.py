@@ -347,18 +347,6 @@ def test_lr_schedule_fields_match_saved_manifests():
     assert build_lr_schedule(table, 1000).manifest_fields() == expected
 
 
-def test_wsd_schedule_is_constant_until_its_cooldown():
-    schedule = build_lr_schedule(
-        AdamWTable(
-            lr=1.0, end_lr=0.2, init_lr=0.5, schedule="wsd", warmup_steps=4, cooldown_steps=8
-        ),
-        20,
-    )
-    expected = [0.5, 0.75, 1.0, 1.0, 1.0, 0.6, 0.2, 0.2]
-    assert learning_rates(schedule, 0, 2, 4, 8, 12, 16, 20, 30) == pytest.approx(expected)
-    assert schedule.manifest_fields().get("cooldown") == 8
-
-
 def test_wsd_schedule_decays_in_a_tenth_of_the_steps():
     assert build_lr_schedule(AdamWTable(lr=1.0, schedule="wsd"), 50).cooldown == 5
 

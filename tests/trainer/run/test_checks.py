@@ -63,9 +63,6 @@ PAIRS = ["data.type=json", "data.fields=[a], b"]
 MIXED_PAIRS = [*PAIRS, *MIXTURE]
 
 
-SHARDING = ShardingContext(parse_mesh("1,2,4"))
-
-
 RECIPE = """\
 [model]
 path = "m"

@@ -35,11 +35,6 @@ from trainer.training.compiled_plan import compile_plan, compiled_plan
 from trainer.training.feed import batch_shapes
 from trainer.training.setup import build_step_setup, choose_kernel, first_correct, override_config
 
-# Tests of the checks of a model against a recipe, and of the options of its step.
-
-SHARDING = ShardingContext(parse_mesh("1,1,1"))
-
-
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 

@@ -64,9 +64,6 @@ MODELS = {
 }
 
 
-ALL = frozenset().union(*MODELS.values())
-
-
 @pytest.fixture(autouse=True)
 def _without_cache() -> Iterator[None]:
     """Forget results before and after a test: some tests replace kernels."""
