@@ -230,7 +230,7 @@ def test_every_hub_recipe_is_tested():
         for name, path in recipe_paths().items()
         if re.search('^path = "hf://', path.read_text(), re.MULTILINE)
     }
-    # test_seed_recipes has the others.
+    # TINY has the others.
     assert shipped - {"flan-t5-base-cnn", "gpt-neo-1.3b-wikitext"} == {
         recipe.name for recipe in HUB_RECIPES
     }

@@ -325,7 +325,7 @@ def check_codes(results: list[tuple[int, str, str]], code: int = OK) -> None:
     assert [result[0] for result in results] == [code] * len(results), results
 
 
-# test_watchdog shows that a failed process ends all, and test_train_buckets that a failed save keeps earlier steps.
+# test_processes shows that a failed process ends all, and test_train_buckets that a failed save keeps earlier steps.
 @pytest.mark.slow
 def test_failed_save_ends_all_processes(work_dir: Path):
     """The save in the background fails in process 0: something else has the name of the step."""

@@ -208,7 +208,7 @@ def test_stream_of_a_local_folder_is_rejected(capsys: pytest.CaptureFixture[str]
     assert (code, what) == (USAGE, "`--stream` has no effect")
 
 
-@pytest.mark.slow  # test_leaf_loading has two processes
+@pytest.mark.slow  # test_checkpoint has two processes
 def test_two_processes_start_from_a_folder():
     assert (
         run_code("train", "recipe.toml", "--stop-after", "2", "--set", "model.path=tiny") == STOPPED

@@ -405,7 +405,7 @@ def test_signal_during_the_last_save_stops_the_wait(work_dir: Path):
     assert saved_steps(Path("run")) == [3]
 
 
-# By default test_signal_during_the_push_is_reported stops the wait of one process, and test_watchdog
+# By default test_signal_during_the_push_is_reported stops the wait of one process, and test_processes
 # ends all processes of a job together.
 @pytest.mark.slow
 def test_signal_while_process_0_pushes_stops_the_wait(work_dir: Path):

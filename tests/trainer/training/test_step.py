@@ -442,7 +442,7 @@ def packed_train_losses(setup: StepSetup) -> list[float]:
     return losses
 
 
-# By default test_packed_rows compares packed documents on a mesh with one device.
+# By default test_token_split compares packed documents on a mesh with one device.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "accumulate", "num_shards"),

@@ -212,7 +212,7 @@ def test_time_limit_needs_a_compilation(capsys: pytest.CaptureFixture[str]):
     assert "`--compile-timeout`" in error["what"]
 
 
-# By default test_compile_process ends the process with its parent and at its limit.
+# By default test_devices ends the process with its parent and at its limit.
 @pytest.mark.slow
 def test_interrupt_ends_the_compilation():
     words = [*WORDS, "--mesh", "1,2,2", "--compile"]

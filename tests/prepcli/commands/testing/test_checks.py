@@ -69,7 +69,7 @@ def is_fast(case: tuple[str, str]) -> bool:
     if check.name in IN_GOLDEN_FILES or check.run is check_forward:
         return False
     if check.run is check_step_on_mesh:
-        # test_sharding compares experts, and test_train_pairs trains T5 on a mesh.
+        # test_sharding compares experts, and test_train_losses trains T5 on a mesh.
         return family == "llama"
     if check.run is check_bfloat16_storage:
         return family == "gemma3_text"
