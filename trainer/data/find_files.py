@@ -297,6 +297,8 @@ def _no_data_error(path: str, data_type: DataType) -> PrepError:
             f"type `{data_type}` reads {suffixes} files of folders; give the path of any other file"
         )
         return PrepError(what, f"looked for {suffixes}; found {listing}", hint)
+    if os.path.islink(path):
+        return PrepError(what, "it is a link to a file that does not exist", "correct the link")
     why = f"looked for a file of that name, {suffixes} in a folder of that name, or matches of it as a glob"
     parent, name = os.path.split(path)
     neighbors = os.listdir(parent or ".") if os.path.isdir(parent or ".") else []

@@ -328,7 +328,10 @@ def _check_size(meta: StoreMeta, config: TokenizeConfig) -> None:
         _check_overlong(meta, what)
         size = f"{count_text(meta.n_tokens, 'token')} in {count_text(meta.n_documents, 'document')}"
         hint = "add more text"
-        if meta.n_tokens > 1:
+        if config.source_length:
+            # Only span corruption has it here. It decides the length of a block.
+            hint = text("{}, or a smaller {}", hint, Key("data.source_length"))
+        elif meta.n_tokens > 1:
             hint = text("{}, or {}", hint, Key("data.seq_length", meta.n_tokens, is_override=True))
         raise PrepError(what, f"{size}, a block has {config.seq_length:,}", hint)
 

@@ -300,12 +300,14 @@ def test_dataset_saved_by_the_library_is_read(tmp_path: Path):
         ("./train.tx", "did you mean `./train.txt`?"),
         ("owner/name", "`hf://datasets/owner/name` reads a dataset on the hub"),
         ("nowhere/at/all.txt", "a relative path starts from the current folder"),
+        ("link.txt", "correct the link"),
     ],
 )
 def test_hint_for_a_missing_path_fits_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, hint: str
 ):
     (tmp_path / "train.txt").write_text("a")
+    (tmp_path / "link.txt").symlink_to("removed.txt")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PrepError) as caught:
         find_data_files([path], "auto")

@@ -247,6 +247,19 @@ def test_span_corruption_reaches_the_rows(tmp_path: Path):
     assert batch["tokens"].tolist() == [[0, sentinel, *text[8:10], 0, 0]]
 
 
+def test_text_below_a_block_of_span_corruption_names_its_length(tmp_path: Path):
+    tokenizer = Tokenizer.from_file(str(make_tokenizer(tmp_path / "tokenizer.json")))
+    tokenizer.add_special_tokens([f"<extra_id_{number}>" for number in range(20)])
+    tokenizer.save(str(tmp_path / "spans.json"))
+    longer = ("data.source_length=200", "data.seq_length=64")
+    with pytest.raises(PrepError, match="the data is shorter than one block") as caught:
+        load_datasets(
+            tmp_path, T5, *SPANS, *longer, f"data.tokenizer={tmp_path}/spans.json", vocab_size=330
+        )
+    assert caught.value.hint == "add more text, or a smaller `data.source_length`"
+
+
+
 # Datasets of several sources: mixed by weight, or shuffled together, with the tokens of each counted.
 
 SOURCE_RECIPE = """
