@@ -55,6 +55,8 @@ INT32_KEYS = (
 REPOSITORY = re.compile(r"[^\s/@]+/[^\s/@]+(@[^\s@]+)?")
 WANDB_KEY = "log.wandb"
 WANDB_KEYS = ("project", "entity", "group", "name", "notes", "job_type", "tags", "offline")
+# Limit of W&B, which raises a ValueError for longer tags.
+MAX_TAG_CHARS = 64
 # Settings of adapters besides their rank
 LORA_KEYS = tuple(f"lora.{name}" for name in Lora.model_fields if name not in ("rank", "path"))
 NOISE_KEYS = ("data.noise_density", "data.mean_noise_span_length")
@@ -558,11 +560,12 @@ def check_wandb_table(table: Mapping[str, object] | None) -> None:
         if key == "offline":
             is_valid = isinstance(value, bool)
         elif key == "tags":
-            is_valid = isinstance(value, list) and all(isinstance(tag, str) for tag in value)
+            is_valid = isinstance(value, list) and all(map(_is_tag, value))
         else:
             is_valid = isinstance(value, str) and bool(value)
         if not is_valid:
-            kind = {"tags": "a list of texts", "offline": "true or false"}.get(key, "text")
+            tags = f"a list of texts of 1 to {MAX_TAG_CHARS} characters"
+            kind = {"tags": tags, "offline": "true or false"}.get(key, "text")
             raise usage_error(
                 f"`{key}` in `{WANDB_KEY}` is {value!r:.60}", f"it takes {kind}", f"change `{key}`"
             )
@@ -570,3 +573,7 @@ def check_wandb_table(table: Mapping[str, object] | None) -> None:
         raise usage_error(
             f"`{WANDB_KEY}` has no `project`", "W&B groups runs by project", '`project = "NAME"`'
         )
+
+
+def _is_tag(value: object) -> bool:
+    return isinstance(value, str) and 1 <= len(value) <= MAX_TAG_CHARS

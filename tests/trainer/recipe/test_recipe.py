@@ -645,6 +645,8 @@ def test_wandb_table_is_kept_as_written():
         ({"project": 3}, "`project` in `log.wandb` is 3"),
         ({"project": "p", "offline": 1}, "`offline`"),
         ({"project": "p", "tags": "a"}, "`tags`"),
+        ({"project": "p", "tags": ["a", ""]}, "`tags`"),
+        ({"project": "p", "tags": ["a" * 65]}, "`tags`"),
     ],
 )
 def test_invalid_wandb_tables_are_refused(table: dict[str, Any], what: str):
