@@ -75,7 +75,7 @@ class FolderStorage:
         """Check that a run may be written to the folder.
 
         Raises:
-            PrepError: The path is a file, or a folder that is neither empty nor a run.
+            PrepError: The path or one above it is a file, or it is a folder that is neither empty nor a run.
         """
         folder = self.local_folder
         run_files = (RECIPE_FILE, LOCK, *self._start_files)
@@ -86,9 +86,12 @@ class FolderStorage:
                 f"it has no {RECIPE_FILE}",
                 text("{}", Option("out", "NAME")),
             )
-        if folder.exists() and not folder.is_dir():
+        nearest = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+        if nearest.exists() and not nearest.is_dir():
             why = "it is a file, and a run is a folder"
-            raise PrepError(f"{folder} already exists", why, text("{}", Option("out", "NAME")))
+            if nearest != folder:
+                why = f"it is a file, and {folder} would be a folder in it"
+            raise PrepError(f"{nearest} already exists", why, text("{}", Option("out", "NAME")))
 
     def steps(self, *, refresh: bool = True) -> list[int]:
         """Return the steps with complete checkpoints, ascending. Listing a folder is always fast."""

@@ -150,7 +150,10 @@ def parse_out_url(path: Path | None) -> ObjectStoreUrl | None:
     """
     if path is None:
         return None
-    scheme, colon, rest = path.as_posix().partition(":/")
+    posix = path.as_posix()
+    if posix in ("gs:", "s3:"):  # without a bucket, e.g. of an unset variable, no slash is left
+        posix += "/"
+    scheme, colon, rest = posix.partition(":/")
     url = f"{scheme}://{rest}"
     if not colon or not is_url(url):
         return None

@@ -271,6 +271,16 @@ def test_train_keeps_foreign_folder(work_dir: Path, capsys: pytest.CaptureFixtur
     assert (code, what) == (FAILED, "thesis already exists and is not a run")
 
 
+@pytest.mark.parametrize("words", [("--dry-run",), ()])
+def test_folder_in_a_file_is_refused(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+):
+    (work_dir / "thesis").write_text("all of it")
+    code, what, why, *_ = train_error(capsys, "--out", "thesis/runs/a", *words)
+    assert (code, what) == (FAILED, "thesis already exists")
+    assert why == "it is a file, and thesis/runs/a would be a folder in it"
+
+
 def test_train_requires_a_recipe_or_the_schema_option(capsys: pytest.CaptureFixture[str]):
     assert main(["train"]) == USAGE
     assert "no recipe was given" in capsys.readouterr().err

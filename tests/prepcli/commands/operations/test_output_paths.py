@@ -75,3 +75,11 @@ def test_parse_out_url_accepts_a_path():
     with pytest.raises(PrepError) as caught:
         parse_out_url(Path("abfs://bucket/a"))
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("text", ["gs://", "s3://"])
+def test_url_without_a_bucket_is_no_local_folder(text: str):
+    """As `gs://$BUCKET` of an unset variable."""
+    with pytest.raises(PrepError, match="is an invalid URL") as caught:
+        parse_out_url(Path(text))
+    assert caught.value.what.startswith(f"`{text}`")
