@@ -259,7 +259,6 @@ def test_text_below_a_block_of_span_corruption_names_its_length(tmp_path: Path):
     assert caught.value.hint == "add more text, or a smaller `data.source_length`"
 
 
-
 # Datasets of several sources: mixed by weight, or shuffled together, with the tokens of each counted.
 
 SOURCE_RECIPE = """
