@@ -19,13 +19,14 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, USAGE, UsageError
 from prepcli.stores import byte_ranges
 from tests.helpers.adapters import make_adapter
+from tests.helpers.damage import flip_used_bit
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import COMMIT, FakeRepo, serve_hub
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.object_server import use_objects
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.range_server import serve_ranges
-from tests.helpers.run_cli import run_failing, run_json, run_ok
+from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_json, run_ok
 from tests.helpers.tiny_checkpoints import read_tensors
 from tests.helpers.training_folder import make_training_folder
 
@@ -58,10 +59,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def chain(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def chain(template: Path, tmp_path: Path) -> Path:
     """Copy the chain to the working folder of a test."""
     shutil.copytree(template, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -69,14 +69,6 @@ def largest_file(folder: str) -> Path:
     """Return the data file of a checkpoint with the most bytes."""
     files = [*Path(folder).rglob("*.safetensors"), *Path(folder).rglob("d/*")]
     return max(files, key=lambda path: path.stat().st_size)
-
-
-def flip_bit(path: Path) -> None:
-    """Change a bit in the second half of a file, but not in the zeros between two tensors."""
-    data = bytearray(path.read_bytes())
-    place = next(index for index in range(len(data) // 2, len(data)) if data[index])
-    data[place] ^= 1
-    path.write_bytes(data)
 
 
 def write_tensor(folder: str, name: str, values: np.ndarray) -> None:
@@ -126,7 +118,7 @@ def test_merge_has_the_links_of_base_and_adapter(chain: Path):
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_flipped_bit_breaks_the_link_of_its_checkpoint(chain: Path, folder: str):
-    flip_bit(largest_file(folder))
+    flip_used_bit(largest_file(folder))
     output = "merged" if folder in FOLDERS[5:] else "hf"
     broken = prep.verify_chain(output).broken_link
     assert broken is not None
@@ -256,7 +248,7 @@ def test_search_finds_a_moved_and_renamed_source(chain: Path, tmp_path: Path):
     assert proof.links[2].source == "archive/models/renamed"
 
 
-def test_source_is_found_above_the_output(chain: Path, monkeypatch: pytest.MonkeyPatch):
+def test_source_is_found_above_the_output(chain: Path, monkeypatch: MonkeyPatch):
     monkeypatch.chdir("runs")
     assert prep.verify_chain(chain / STEP)
 
@@ -396,7 +388,7 @@ def test_decoded_values_are_not_shown(chain: Path, choice: Literal["keep", "dequ
     assert (init.status, init.not_shown) == ("not proven", "decoded or encoded")
     assert init.proof.startswith("30 tensors, ")
     run_ok(*init.check.removeprefix("prep ").split())
-    flip_bit(largest_file("q"))
+    flip_used_bit(largest_file("q"))
     assert not prep.verify_chain("q-hf")
 
 
@@ -408,14 +400,14 @@ def test_cast_of_a_model_without_digests_is_not_proven(chain: Path):
     assert link.proof == "config, 3 files"
 
 
-def test_command_prints_the_table_and_json(chain: Path, capsys: pytest.CaptureFixture[str]):
+def test_command_prints_the_table_and_json(chain: Path, capsys: Capture):
     report = run_json(capsys, "verify", "hf", "--chain")
     # Training is not repeated.
     assert report["proven"] is False
     assert run_json(capsys, "verify", "init", "--chain")["proven"] is True
     assert report["origins"] == ["tiny"]
     assert [link["source"] for link in report["links"]] == [STEP, "init", "padded", "tiny"]
-    flip_bit(largest_file("init"))
+    flip_used_bit(largest_file("init"))
     message = run_failing(capsys, FAILED, "verify", "hf", "--chain")
     assert "error: the link init failed" in message
     assert "differ from their recorded digest" in message
@@ -432,9 +424,7 @@ def test_command_prints_the_table_and_json(chain: Path, capsys: pytest.CaptureFi
         ["tiny", "--chain"],
     ],
 )
-def test_options_that_a_chain_excludes_are_refused(
-    chain: Path, capsys: pytest.CaptureFixture[str], words: list[str]
-):
+def test_options_that_a_chain_excludes_are_refused(chain: Path, capsys: Capture, words: list[str]):
     assert "Traceback" not in run_failing(capsys, USAGE, "verify", *words)
 
 
@@ -463,7 +453,7 @@ def test_model_of_the_hub_is_read_at_its_recorded_commit(chain: Path, stream: li
     assert origin == {"commit": COMMIT}
 
 
-def test_chain_in_a_bucket_is_proven(chain: Path, monkeypatch: pytest.MonkeyPatch):
+def test_chain_in_a_bucket_is_proven(chain: Path, monkeypatch: MonkeyPatch):
     monkeypatch.setattr(byte_ranges, "FIRST_WAIT_S", 0.001)
     files = [path for path in Path("padded").rglob("*") if path.is_file()]
     objects = {f"bucket/{path}": path.read_bytes() for path in files}
@@ -536,11 +526,7 @@ def test_config_file_that_differs_from_the_manifest_breaks_the_link(chain: Path)
     ],
 )
 def test_malformed_manifest_has_no_traceback(
-    chain: Path,
-    capsys: pytest.CaptureFixture[str],
-    folder: str,
-    fields: dict[str, object],
-    holds: bool,
+    chain: Path, capsys: Capture, folder: str, fields: dict[str, object], holds: bool
 ):
     with changed_manifest(Path(folder)) as manifest:
         manifest.update(fields)

@@ -1,30 +1,32 @@
-"""Damaged checkpoints: `prep train` and `prep generate` stop at a flipped bit in any file."""
+"""Damaged checkpoints: each command stops with one error that names the file or tensor."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xxhash import xxh3_128_hexdigest
 
+import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, STOPPED
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import saved_steps
+from tests.helpers.damage import flip_bit, largest_file, tensor_byte_ranges
+from tests.helpers.faults import COMMANDS
 from tests.helpers.manifests import changed_manifest, remove_file_records
-from tests.helpers.run_cli import run_ok
+from tests.helpers.run_cli import Capture, MonkeyPatch, error_lines, run_ok
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors
 from tests.prepcli.restore.test_checked_reads import chunk_locations
 
 GENERATE = ("generate", "--tokens", "3,1,4", "--max-new-tokens", "1")
-
-
-def flip_bit(path: Path, offset: int) -> Path:
-    """Flip one bit of a file."""
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
-    return path
 
 
 def damage_parameter(item: Path) -> Path:
@@ -37,9 +39,7 @@ def damage_parameter(item: Path) -> Path:
     return flip_bit(path, offset + draw.randrange(nbytes))
 
 
-def run_error_and_notes(
-    capsys: pytest.CaptureFixture[str], code: int, *words: str
-) -> dict[str, str]:
+def run_error_and_notes(capsys: Capture, code: int, *words: str) -> dict[str, str]:
     """Run a command, and return its JSON error with stderr as `notes`."""
     capsys.readouterr()
     assert main([*words, "--json"]) == code
@@ -56,7 +56,7 @@ def remove_checksums(folder: Path) -> Path:
     return folder
 
 
-def test_train_rejects_damaged_start_checkpoint(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_train_rejects_damaged_start_checkpoint(work_dir: Path, capsys: Capture):
     path = damage_parameter(Path("tiny-init"))
     error = run_error_and_notes(capsys, FAILED, "train", "recipe.toml")
     assert error["what"].startswith("params.")
@@ -67,7 +67,7 @@ def test_train_rejects_damaged_start_checkpoint(work_dir: Path, capsys: pytest.C
     assert not saved_steps(Path("runs/recipe"))
 
 
-def test_train_rejects_damaged_step(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_train_rejects_damaged_step(work_dir: Path, capsys: Capture):
     Path("recipe.toml").write_text(
         Path("recipe.toml").read_text().replace("every = 3", 'every = 1\nkeep = "all"')
     )
@@ -89,7 +89,7 @@ def test_train_rejects_damaged_step(work_dir: Path, capsys: pytest.CaptureFixtur
     assert error["hint"] == "`--restart` starts the run again"
 
 
-def test_generate_rejects_damaged_init(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_generate_rejects_damaged_init(work_dir: Path, capsys: Capture):
     path = damage_parameter(Path("tiny-init"))
     error = run_error_and_notes(capsys, FAILED, *GENERATE, "tiny-init")
     assert error["what"].endswith(" of tiny-init is damaged")
@@ -108,7 +108,7 @@ def test_generate_rejects_damaged_init(work_dir: Path, capsys: pytest.CaptureFix
     ids=["pad-vocab", "export", "flax", "unstacked"],
 )
 def test_generate_rejects_damaged_tensors(
-    work_dir: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+    work_dir: Path, capsys: Capture, command: tuple[str, ...]
 ):
     """Sources whose tensors are read whole: folders written by prep, and inits with unstacked layers."""
     run_ok(*command, "--out", "made")
@@ -127,9 +127,7 @@ def test_generate_rejects_damaged_tensors(
     run_error_and_notes(capsys, OK, *GENERATE, "made", "--no-verify")
 
 
-def test_conversion_names_the_command_of_a_damaged_source(
-    work_dir: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_conversion_names_the_command_of_a_damaged_source(work_dir: Path, capsys: Capture):
     run_ok("save-init", "tiny", "--pad-vocab", "64", "--out", "made")
     damage_parameter(Path("made"))
     error = run_error_and_notes(capsys, FAILED, "export", "made", "--out", "out")
@@ -137,13 +135,8 @@ def test_conversion_names_the_command_of_a_damaged_source(
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize(
-    "damage",
-    ["values", "config", "checksums", "metadata", "missing"],
-)
-def test_verify_names_the_command_of_a_damaged_output(
-    work_dir: Path, capsys: pytest.CaptureFixture[str], damage: str
-):
+@pytest.mark.parametrize("damage", ["values", "config", "checksums", "metadata", "missing"])
+def test_verify_names_the_command_of_a_damaged_output(work_dir: Path, capsys: Capture, damage: str):
     run_ok("save-init", "tiny", "--pad-vocab", "64", "--out", "made")
     made = Path("made")
     if damage == "values":
@@ -159,18 +152,14 @@ def test_verify_names_the_command_of_a_damaged_output(
         assert "--accept hf/config.json` if you changed it on purpose, else" in error["hint"]
 
 
-def test_lock_names_the_command_of_a_damaged_output(
-    work_dir: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_lock_names_the_command_of_a_damaged_output(work_dir: Path, capsys: Capture):
     run_ok("save-init", "tiny", "--pad-vocab", "64", "--out", "made")
     damage_parameter(Path("made"))
     error = run_error_and_notes(capsys, FAILED, "lock", "made")
     assert error["hint"] == "make it again: `prep save-init tiny --pad-vocab 64`"
 
 
-def test_checkpoint_without_checksums_is_read_twice(
-    work_dir: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_checkpoint_without_checksums_is_read_twice(work_dir: Path, capsys: Capture):
     init = remove_checksums(Path("tiny-init"))
     notes = run_error_and_notes(capsys, OK, *GENERATE, "tiny-init")["notes"]
     assert (
@@ -188,7 +177,7 @@ def test_checkpoint_without_checksums_is_read_twice(
         assert str(path) in error["why"]
 
 
-def test_verify_checks_the_checksum_file(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_verify_checks_the_checksum_file(work_dir: Path, capsys: Capture):
     path = flip_bit(Path("tiny-init", CHECKSUMS_FILE), 3)
     assert (
         run_error_and_notes(capsys, FAILED, "verify", "tiny-init")["what"] == f"{path} is damaged"
@@ -196,3 +185,190 @@ def test_verify_checks_the_checksum_file(work_dir: Path, capsys: pytest.CaptureF
     path.unlink()
     run_ok("save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "--overwrite")
     run_error_and_notes(capsys, OK, "verify", "tiny-init")
+
+
+# `DamagedError` for each kind of damage to the files of a checkpoint
+
+
+Damage = Callable[[Path], object]
+
+
+def cut(path: Path, share: float = 0.5) -> None:
+    """Keep this share of a file's first bytes."""
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+
+
+def flip(path: Path) -> None:
+    """Invert the last byte of a file."""
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 0xFF]))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path / "model", GPT_NEO, vocab_size=256)
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def init(model: Path, tmp_path: Path) -> Path:
+    return prep.save_init(model, tmp_path / "init").path
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda model: cut(model / "model.safetensors.index.json"), id="index"),
+        pytest.param(lambda model: cut(model / "config.json"), id="config"),
+        pytest.param(lambda model: cut(min(model.glob("*.safetensors"))), id="data_cut"),
+        pytest.param(lambda model: cut(min(model.glob("*.safetensors")), 0.001), id="header_cut"),
+        pytest.param(lambda model: min(model.glob("*.safetensors")).unlink(), id="data_missing"),
+    ],
+)
+def test_damaged_safetensors_folder_is_a_damaged_error(model: Path, tmp_path: Path, damage: Damage):
+    damage(model)
+    with pytest.raises(prep.DamagedError):
+        prep.save_init(model, tmp_path / "init")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda init: cut(init / "prep-manifest.json"), id="manifest_cut"),
+        pytest.param(lambda init: cut(init / "_METADATA"), id="tree_cut"),
+        pytest.param(lambda init: cut(init / "manifest.ocdbt"), id="ocdbt_cut"),
+        pytest.param(lambda init: flip(init / "manifest.ocdbt"), id="ocdbt_flipped"),
+        pytest.param(lambda init: (init / "manifest.ocdbt").unlink(), id="ocdbt_missing"),
+        pytest.param(lambda init: cut(largest_file(init / "d")), id="data_cut"),
+    ],
+)
+def test_damaged_orbax_item_is_a_damaged_error(init: Path, tmp_path: Path, damage: Damage):
+    damage(init)
+    with pytest.raises(prep.DamagedError):
+        prep.reshard(init, tmp_path / "again", mesh="1,2,1")
+
+
+@pytest.mark.parametrize("damage", [cut, flip, lambda path: path.write_bytes(b"")])
+def test_damaged_checksum_file_is_a_damaged_error(init: Path, damage: Damage):
+    damage(init / "prep-checksums.bin")
+    with pytest.raises(prep.DamagedError):
+        prep.load_params(init)
+    with pytest.raises(prep.DamagedError):
+        prep.verify(init)
+
+
+def test_damaged_zarr_metadata_is_a_damaged_error(tmp_path: Path):
+    from prepcli.formats.zarr import parse_zarr_document
+    from prepcli.planning.item_storage import ZARR2
+
+    with pytest.raises(prep.DamagedError):
+        parse_zarr_document("a", ZARR2, b'{"shape": [')
+
+
+def test_data_cut_during_a_load_is_a_damaged_error(init: Path, monkeypatch: MonkeyPatch):
+    from prepcli.restore import item_reader
+
+    read_item = item_reader.read_item
+
+    def cut_after_reading(folder: Path, **options: Any) -> object:
+        item = read_item(folder, **options)
+        cut(largest_file(init / "d"))
+        return item
+
+    monkeypatch.setattr(item_reader, "read_item", cut_after_reading)
+    with pytest.raises(prep.DamagedError, match="cannot read"):
+        prep.load_params(init)
+
+
+# Flipped bits in an output or a source: the error names the tensor, and no damaged value is written
+
+
+@pytest.mark.usefixtures("sources")
+def test_verify_names_the_tensor_of_a_flipped_bit(capsys):
+    run_ok(*COMMANDS["pad-vocab"], "--out", "whole")
+    draw = random.Random(2)
+    places = [
+        (p, *t)
+        for p in sorted(Path("whole").glob("*.safetensors"))
+        for t in tensor_byte_ranges(p)
+        if t[1] < t[2]
+    ]
+    for path, name, low, high in draw.sample(places, 12):
+        capsys.readouterr()
+        before = path.read_bytes()
+        flip_bit(path, draw.randrange(low, high))
+        assert main(["verify", "whole", "-q"]) == 1
+        err = capsys.readouterr().err
+        assert "whole is damaged (1 of " in err
+        assert f"({name}) rows " in err
+        path.write_bytes(before)
+    assert main(["verify", "whole", "-q"]) == 0
+
+
+@pytest.mark.usefixtures("sources")
+@pytest.mark.parametrize("name", slow_except(["reshard", "export"], ["export"]))
+def test_flipped_bit_in_source_stops_conversion(capsys, name: str):
+    run_ok(*COMMANDS[name], "--out", "whole")
+    draw = random.Random(3)
+    for path in sorted(Path("init/d").iterdir()):
+        before = path.read_bytes()
+        for offset in (draw.randrange(len(before)) for _ in range(6)):
+            flip_bit(path, offset)
+            capsys.readouterr()
+            code = main([*COMMANDS[name], "--out", "out", "-q", "--restart"])
+            if code == 0:  # the bit is between chunks, outside all tensors
+                assert main(["verify", "out", "whole", "-q"]) == 0
+                shutil.rmtree("out")
+            else:
+                pattern = r"error: ((transformer|lm_head)\.\S+ in init|init/d/\w+) is damaged"
+                assert re.search(pattern, capsys.readouterr().err)
+                assert not Path("out").exists()
+            path.write_bytes(before)
+
+
+# Recorded digests that do not cover all rows of a tensor, each once, are refused by every reader
+
+
+NAME = "model.layers.0.self_attn.q_proj.weight"
+READERS = {
+    "verify": ("verify", "init"),
+    "pair": ("verify", "init", "./m"),
+    "lock": ("lock", "init"),
+    "export": ("export", "init", "--out", "hf"),
+    "reshard": ("reshard", "init", "--no-scan", "--out", "other"),
+}
+# Ranges of rows of a tensor with 32 rows. Ranges that do not follow each other are refused with the manifest, and only
+# the tensor has the number of rows.
+ROWS = {
+    "none": [(0, 0)],
+    "first missing": [(1, 32)],
+    "last missing": [(0, 31)],
+    "gap": [(0, 5), (6, 32)],
+    "overlap": [(0, 6), (5, 32)],
+    "too many": [(0, 33)],
+}
+
+
+@pytest.mark.parametrize("reader", slow_except(list(READERS), ["verify", "lock"]))
+@pytest.mark.parametrize("rows", slow_except(list(ROWS), ["none", "gap"]))
+def test_digests_of_other_rows_are_refused(reader: str, rows: str, capsys: Capture):
+    make_checkpoint(Path("m"), LLAMA)
+    run_ok("save-init", "./m", "--out", "init")
+    values = read_tensors(Path("m"))[NAME]
+    assert len(values) == 32
+    # Each digest is the one of its rows, so that only their ranges are wrong.
+    digests = [
+        [low, high, xxh3_128_hexdigest(values[low:high].tobytes())] for low, high in ROWS[rows]
+    ]
+    with changed_manifest(Path("init")) as manifest:
+        manifest["tensors"][NAME]["digests"] = digests
+    capsys.readouterr()
+    lines = error_lines(capsys, *READERS[reader])
+    if rows in ("none", "last missing", "too many"):
+        assert lines[0].startswith("error: the manifest records ")
+        assert "layers.0.self_attn.q_proj.weight" in lines[0]
+        assert lines[1].startswith("  why: the tensor has 32 rows")
+    else:
+        assert lines[0] == "error: init/prep-manifest.json is broken"
+        assert NAME in lines[1]

@@ -1,4 +1,4 @@
-"""`prep lock` approves the bytes of a checkpoint, and `--lock` refuses all others."""
+"""`prep lock` and `prep verify --accept` approve bytes of a checkpoint. `--lock` refuses all others."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import xxhash
 
 import prepcli as prep
 from prepcli.commands.cli.main import main
+from prepcli.commands.operations.verify_sources import accept_files
 from prepcli.core.errors import (
     FAILED,
     OK,
@@ -25,19 +26,20 @@ from prepcli.core.errors import (
     PrepError,
     UsageError,
 )
+from prepcli.formats.manifest import NO_MANIFEST, read_manifest
 from prepcli.sources import recorded_sources
 from tests.helpers.adapters import make_adapter
+from tests.helpers.manifests import changed_manifest, remove_file_records
 from tests.helpers.quantized_folders import make_quantized
-from tests.helpers.run_cli import run_failing, run_json, run_ok
+from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_json, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
 
 EMBEDDING = "model.embed_tokens.weight"
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model() -> Path:
     """Write `m`, a model with an untied head and a padded vocabulary, to the working folder, and lock it."""
-    monkeypatch.chdir(tmp_path)
     make_checkpoint(Path("m"), LLAMA, vocab_size=136)
     prep.lock("m")
     return Path("m")
@@ -76,7 +78,7 @@ def test_lock_digests_equal_hashlib_and_xxhash(model: Path):
         assert locked["tensors"][name]["digests"] == [[0, array.shape[0], digest]]
 
 
-def test_page_lists_files_and_dtypes(model: Path, capsys: pytest.CaptureFixture[str]):
+def test_page_lists_files_and_dtypes(model: Path, capsys: Capture):
     assert main(["lock", "m", "--html", "page.html"]) == OK
     assert "wrote page.html" in capsys.readouterr().err
     page = Path("page.html").read_text()
@@ -235,7 +237,7 @@ def keep_times(path: Path, change: Callable[[], object]) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 @pytest.mark.parametrize("keeps_times", [False, True])
 def test_source_that_changes_while_it_is_locked_is_refused(
-    model: Path, monkeypatch: pytest.MonkeyPatch, name: str, keeps_times: bool
+    model: Path, monkeypatch: MonkeyPatch, name: str, keeps_times: bool
 ):
     path = model / name if name == "config.json" else next(model.glob("*.safetensors"))
 
@@ -252,7 +254,7 @@ def test_source_that_changes_while_it_is_locked_is_refused(
     assert not Path("new.lock.json").exists()
 
 
-def test_source_that_is_only_touched_is_locked(model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_source_that_is_only_touched_is_locked(model: Path, monkeypatch: MonkeyPatch):
     weights = next(model.glob("*.safetensors"))
 
     def copy_with_times() -> None:
@@ -265,7 +267,7 @@ def test_source_that_is_only_touched_is_locked(model: Path, monkeypatch: pytest.
     assert Path("new.lock.json").read_bytes() == Path("m.lock.json").read_bytes()
 
 
-def change_during_lock(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
+def change_during_lock(monkeypatch: MonkeyPatch, change: Callable[[], None]) -> None:
     """Change the source once, after the digest of its first file."""
     read_digest = recorded_sources.sha256_of_file
     changes = [change]
@@ -279,8 +281,7 @@ def change_during_lock(monkeypatch: pytest.MonkeyPatch, change: Callable[[], Non
     monkeypatch.setattr(recorded_sources, "sha256_of_file", read_and_change)
 
 
-def test_lock_checks_stored_bytes_of_decoded_weights(tmp_path: Path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_lock_checks_stored_bytes_of_decoded_weights():
     make_quantized(Path("q"), "fp8")
     prep.lock("q")
     prep.save_init("q", "init", quantized="dequantize", lock="q.lock.json")
@@ -319,8 +320,7 @@ def test_inspect_does_not_ignore_a_lock(model: Path):
         prep.inspect(model, lock="m.lock.json")
 
 
-def test_lock_of_an_init_does_not_concern_the_quantised_source(tmp_path: Path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_lock_of_an_init_does_not_concern_the_quantised_source():
     make_quantized(Path("q"), "gptq")
     init = prep.save_init("q", "init", quantized="dequantize").path
     prep.lock(init)
@@ -328,11 +328,8 @@ def test_lock_of_an_init_does_not_concern_the_quantised_source(tmp_path: Path, m
     assert read_tensors(Path("hf")).keys() == read_tensors(Path("q")).keys()
 
 
-def test_decoded_weights_without_a_published_digest_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_decoded_weights_without_a_published_digest_are_refused(monkeypatch: MonkeyPatch):
     """A bucket publishes no SHA-256, and the lock has digests of codes and scales."""
-    monkeypatch.chdir(tmp_path)
     make_quantized(Path("q"), "fp8")
     prep.lock("q")
     lock = json.loads(Path("q.lock.json").read_text())
@@ -345,10 +342,7 @@ def test_decoded_weights_without_a_published_digest_are_refused(
         prep.save_init("q", "init", quantized="dequantize", lock="q.lock.json")
 
 
-def test_locking_a_quantised_model_names_no_option_of_save_init(
-    tmp_path: Path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
+def test_locking_a_quantised_model_names_no_option_of_save_init(capsys):
     make_quantized(Path("q"), "fp8")
     assert main(["lock", "q"]) == OK
     assert "--quantized" not in capsys.readouterr().err
@@ -359,3 +353,147 @@ def test_merge_checks_the_lock_of_its_base(model: Path, monkeypatch):
     make_adapter(Path("adapter"), {"model.layers.0.self_attn.q_proj": (32, 32)})
     with pytest.raises(DamagedError, match="is damaged"):
         prep.merge("adapter", model, lock="m.lock.json", verify=False)
+
+
+# `prep verify OUTPUT --accept FILE` records a file that the user changed, and nothing else
+
+
+def change_config(path: Path) -> None:
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"layer_norm_epsilon": 2e-5, "note": "mine"})
+    )
+
+
+@pytest.mark.usefixtures("sources")
+@pytest.mark.parametrize("name", ["hf/config.json", "config.json", "init/hf/config.json"])
+def test_accept_records_changed_config(capsys, name: str):
+    change_config(Path("init/hf/config.json"))
+    err = run_failing(capsys, FAILED, "verify", "init")
+    assert "init/hf/config.json is damaged" in err
+    assert "prep verify init --accept hf/config.json" in err
+    assert main(["verify", "init", "--accept", name]) == OK
+    err = capsys.readouterr().err
+    assert "accepted hf/config.json: " in err
+    assert "changed: layer_norm_epsilon, note" in err
+    run_ok("verify", "init")
+    run_ok("export", "init", "--out", "hf")
+    assert json.loads(Path("hf/config.json").read_text())["note"] == "mine"
+
+
+@pytest.mark.usefixtures("sources")
+def test_accept_returns_old_and_new_digest(capsys):
+    old = (read_manifest(Path("init")) or NO_MANIFEST).files["hf/generation_config.json"]
+    Path("init/hf/generation_config.json").write_text("{}")
+    assert main(["verify", "init", "--accept", "generation_config.json", "--json"]) == OK
+    (accepted,) = json.loads(capsys.readouterr().out)["accepted"]
+    new = (read_manifest(Path("init")) or NO_MANIFEST).files["hf/generation_config.json"]
+    assert accepted["file"] == "hf/generation_config.json"
+    assert accepted["bytes"] == {"old": old["bytes"], "new": 2}
+    assert accepted["xxh3"] == {"old": old.get("xxh3"), "new": new.get("xxh3")}
+
+
+@pytest.mark.usefixtures("sources")
+def test_accept_deletes_the_record_of_a_removed_file():
+    Path("init/hf/generation_config.json").unlink()
+    with pytest.raises(DamagedError, match="does not exist"):
+        prep.verify("init")
+    assert prep.verify("init", accept=["generation_config.json"])
+    assert "hf/generation_config.json" not in (read_manifest(Path("init")) or NO_MANIFEST).files
+
+
+@pytest.mark.usefixtures("sources")
+def test_accept_records_changed_manifest(capsys):
+    path = Path("init/prep-manifest.json")
+    path.write_text(path.read_text().replace('"name": "model"', '"name": "mine"'))
+    assert "prep-manifest.json is damaged" in run_failing(capsys, FAILED, "verify", "init")
+    run_ok("verify", "init", "--accept", "prep-manifest.json")
+    run_ok("export", "init")
+    assert Path("mine-hf").is_dir()
+
+
+@pytest.mark.usefixtures("sources")
+def test_accept_of_one_file_still_reports_other_damage(capsys):
+    change_config(Path("init/hf/config.json"))
+    Path("init/hf/generation_config.json").write_text("{}")
+    err = run_failing(capsys, FAILED, "verify", "init", "--accept", "config.json")
+    assert "init/hf/generation_config.json is damaged" in err
+
+
+@pytest.mark.usefixtures("sources")
+def test_accept_records_nothing_if_tensors_differ(capsys):
+    manifest = Path("init/prep-manifest.json").read_bytes()
+    change_config(Path("init/hf/config.json"))
+    data_file = max(Path("init/d").iterdir(), key=lambda path: path.stat().st_size)
+    data = bytearray(data_file.read_bytes())
+    # The gaps between chunks are zeros.
+    position = next(index for index in range(len(data) // 2, len(data)) if data[index])
+    data[position] ^= 1
+    data_file.write_bytes(data)
+    err = run_failing(capsys, FAILED, "verify", "init", "--accept", "config.json")
+    assert "accepted" not in err
+    assert Path("init/prep-manifest.json").read_bytes() == manifest
+
+
+@pytest.mark.usefixtures("sources")
+@pytest.mark.parametrize(
+    ("checkpoint", "file", "text"),
+    [
+        ("init", "README.md", "init records no file `README.md`"),
+        ("model", "config.json", "it has no prep-manifest.json"),
+        ("gs://bucket/init", "config.json", "`--accept` needs a local output"),
+    ],
+)
+def test_accept_refuses_files_that_are_not_recorded(capsys, checkpoint: str, file: str, text: str):
+    assert text in run_failing(capsys, USAGE, "verify", checkpoint, "--accept", file)
+
+
+def record_copies(*folders: str) -> None:
+    """Copy the config of the output `init` into folders of it, and record the copies in its manifest."""
+    with changed_manifest(Path("init")) as manifest:
+        for folder in folders:
+            Path("init", folder).mkdir(exist_ok=True)
+            shutil.copy("init/hf/config.json", Path("init", folder, "config.json"))
+            name = (Path(folder) / "config.json").as_posix()
+            manifest["files"][name] = manifest["files"]["hf/config.json"]
+
+
+@pytest.mark.usefixtures("sources")
+def test_accept_of_an_ambiguous_name_lists_the_files():
+    record_copies("other")
+    with pytest.raises(prep.UsageError) as caught:
+        prep.verify("init", accept=["config.json"])
+    assert caught.value.what == "`config.json` is the name of several files of init"
+    assert caught.value.why == "they are hf/config.json, other/config.json"
+    assert caught.value.hint == "`accept` with one of these names"
+
+
+@pytest.mark.usefixtures("sources")
+def test_accept_of_a_whole_name_is_not_ambiguous():
+    record_copies(".", "other")
+    accepted = accept_files("init", ["config.json"])
+    assert [change["file"] for change in accepted.changes] == ["config.json"]
+
+
+@pytest.mark.usefixtures("sources")
+def test_accept_refuses_files_with_tensors(capsys):
+    run_ok("export", "init", "--out", "hf")
+    err = run_failing(capsys, USAGE, "verify", "hf", "--accept", "model.safetensors")
+    assert "hf records no file `model.safetensors`" in err
+
+
+@pytest.mark.usefixtures("sources")
+def test_accept_refuses_outputs_without_record(capsys):
+    remove_file_records(Path("init"))
+    err = run_failing(capsys, USAGE, "verify", "init", "--accept", "config.json")
+    assert "written by an earlier version of prep" in err
+    shutil.rmtree("init/hf")
+    run_ok("verify", "init")
+
+
+@pytest.mark.usefixtures("sources")
+@pytest.mark.parametrize("command", ["verify", "export"])
+def test_output_without_record_is_read_with_a_note(capsys, command: str):
+    remove_file_records(Path("init"))
+    assert main([command, "init"]) == OK
+    note = "init was written by an earlier prep: its settings and tokenizer files are not checked"
+    assert capsys.readouterr().err.count(note) == 1

@@ -1,4 +1,4 @@
-"""Resumed conversions verify all bytes of the earlier run."""
+"""Resumed conversions verify all bytes of the earlier run, and remove what a kill left."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from prepcli.execution import finalize, folder_run
 from prepcli.execution import run as execution_run
 from prepcli.execution.run_store import decode_record, encode_record
 from prepcli.planning import work_units
+from tests.helpers.damage import flip_bit, largest_file, tensor_byte_ranges
 from tests.helpers.faults import COMMANDS as PLAIN
 from tests.helpers.faults import (
     FaultSources,
@@ -35,10 +36,12 @@ from tests.helpers.faults import (
     replace_by_copy,
     run_until_killed,
 )
+from tests.helpers.fork_server import run_python
 from tests.helpers.killing import read_files
+from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_ok
 from tests.helpers.slow_cases import slow_except
-from tests.prepcli.commands.operations.test_rot import flip_bit, tensor_byte_ranges
 
+pytestmark = pytest.mark.usefixtures("sources")
 COMMANDS = {
     **PLAIN,
     "cast": [
@@ -55,9 +58,6 @@ COMMANDS = {
     ],
     "compress": ["reshard", "init", "--mesh", "1,2,2", "--compress", "zstd"],
 }
-
-
-pytestmark = pytest.mark.usefixtures("sources")
 
 
 def run(name: str, *more: str) -> int:
@@ -225,7 +225,7 @@ def shard() -> Path:
     return sorted(Path("model").glob("*.safetensors"))[0]
 
 
-def at_first_sync(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+def at_first_sync(monkeypatch: MonkeyPatch, act: Callable[[], object]) -> None:
     """Call `act` right before the first bytes become durable."""
     real_sync, acts = Files.sync, iter([act])
 
@@ -311,12 +311,6 @@ def test_checksums_are_of_the_source_that_was_read_last(capsys, monkeypatch):
     assert read_files(Path("out")) == read_files(Path("again"))
 
 
-def largest_data_file() -> Path:
-    return max(
-        (path for path in Path("out.partial/d").iterdir()), key=lambda path: path.stat().st_size
-    )
-
-
 def punch_hole(path: Path) -> None:
     """Truncate a file, and extend it to its old size."""
     size = path.stat().st_size
@@ -332,7 +326,7 @@ def test_output_truncated_while_written_is_an_error(
 
     def cut(*args, **options) -> ConversionResult:
         outcome = real_run(*args, **options)
-        spoil(largest_data_file())
+        spoil(largest_file(Path("out.partial/d")))
         return outcome
 
     with monkeypatch.context() as patched:
@@ -351,7 +345,7 @@ def test_output_change_while_publishing_is_an_error(
 
     def change(*args, **options) -> None:
         real_step(*args, **options)
-        flip_bit(largest_data_file(), 10)
+        flip_bit(largest_file(Path("out.partial/d")), 10)
 
     with monkeypatch.context() as patched:
         patched.setattr(folder_run, step, change)
@@ -373,9 +367,7 @@ def test_compressed_chunks_are_read_back(sources: FaultSources, monkeypatch):
     assert read_files(Path("out")) == expected
 
 
-def test_undisturbed_run_reads_the_source_once(
-    sources: FaultSources, monkeypatch: pytest.MonkeyPatch
-):
+def test_undisturbed_run_reads_the_source_once(sources: FaultSources, monkeypatch: MonkeyPatch):
     expected = sources.expected(COMMANDS["save-init"])
     monkeypatch.setattr(execution_run, "find_outdated", kill)
     assert run("save-init") == 0
@@ -389,7 +381,7 @@ def swap(model: str, kept_as: str) -> None:
 
 
 def test_source_that_was_swapped_for_a_time_is_compared(
-    sources: FaultSources, monkeypatch: pytest.MonkeyPatch
+    sources: FaultSources, monkeypatch: MonkeyPatch
 ):
     """The notes of the second run are of other values, with the sizes, times and headers of the first source."""
     expected = sources.expected(COMMANDS["save-init"])
@@ -410,7 +402,7 @@ def test_source_that_was_swapped_for_a_time_is_compared(
     ],
 )
 def test_notes_with_unknown_numbers_count_as_none(
-    sources: FaultSources, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
+    sources: FaultSources, monkeypatch: MonkeyPatch, change: dict[str, object]
 ):
     expected = sources.expected(COMMANDS["save-init"])
     work = run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5) / ".prep"
@@ -420,3 +412,50 @@ def test_notes_with_unknown_numbers_count_as_none(
     shutil.copy(next((work / "done").iterdir()), work / "part/1000000")
     assert run("save-init") == 0
     assert read_files(Path("out")) == expected
+
+
+# A kill right after an output got its name: the next command removes the work folder inside it
+
+
+KILLED = """\
+import os, signal, sys
+from prepcli.commands.cli.main import main
+from prepcli.execution import folder_run, folder_store
+{function} = lambda *_, **options: os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(main())
+"""
+EXPORT = ("export", "init", "--out", "out")
+
+
+def export_until(function: str) -> None:
+    """Export, and kill the process when it calls a function."""
+    process = run_python(KILLED.format(function=function), *EXPORT, cwd=".")
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    "words", [EXPORT, ("verify", "out"), ("save-init", "out", "--out", "other")]
+)
+def test_next_command_removes_work_folder_of_killed_run(words: tuple[str, ...]):
+    export_until("folder_store.remove_work_folder")
+    assert Path("out/.prep").is_dir()
+    run_ok(*words)
+    assert not Path("out/.prep").exists()
+    run_ok("verify", "out")
+
+
+def test_work_folder_of_unpublished_output_is_kept():
+    export_until("folder_store.FolderStore.publish")
+    assert Path("out.partial/prep-manifest.json").is_file()
+    run_ok("verify", "out.partial")
+    assert Path("out.partial/.prep").is_dir()
+    run_ok(*EXPORT)
+
+
+def test_damaged_output_is_not_already_done(capsys: Capture):
+    run_ok(*EXPORT)
+    path = Path("out/config.json")
+    path.write_bytes(path.read_bytes().replace(b"2", b"3", 1))
+    assert "its files are damaged" in run_failing(capsys, 1, *EXPORT)
+    run_ok(*EXPORT, "--overwrite")
+    run_ok("verify", "out")

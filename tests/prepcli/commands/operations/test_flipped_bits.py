@@ -1,8 +1,10 @@
-"""Flipped bits in outputs that are read through a transform: decoded, mapped, in part, or under other names."""
+"""Flipped bits in small files, and in tensors that are read through a transform."""
 
 from __future__ import annotations
 
+import random
 import shutil
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -10,23 +12,199 @@ import pytest
 
 import prepcli as prep
 from prepcli.core.errors import DamagedError
+from prepcli.engine.digest import TensorDigest
 from prepcli.engine.pipeline import PipelineUnit
 from prepcli.execution.bucket_run import BucketRun
+from prepcli.execution.checkpoint_manager import CheckpointManager
+from prepcli.formats.checksums import CHECKSUMS_FILE
+from prepcli.formats.manifest import NO_MANIFEST, encode_manifest, read_manifest, record_file
+from prepcli.formats.safetensors import read_safetensors_header
 from prepcli.planning import object_files
 from prepcli.restore import digest_checks
+from prepcli.restore.item_reader import open_reader
 from prepcli.stores.byte_ranges import RemoteFile
 from prepcli.stores.object_store import Bucket
+from tests.helpers.adapters import make_adapter
+from tests.helpers.damage import flip_bit, tensor_byte_ranges, tensor_place
 from tests.helpers.foreign_names import STACKED_MAP
 from tests.helpers.fork_server import start_prep
 from tests.helpers.object_server import use_objects
 from tests.helpers.quantized_folders import make_quantized
-from tests.helpers.run_cli import run_failing, run_ok
+from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_json, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.store_sites import read_files
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
+from tests.helpers.training_folder import make_training_folder
+from tests.helpers.training_states import host_leaves, make_state, read_params
 from tests.helpers.waiting import MAX_S
 from tests.prepcli.commands.operations.test_damage import damage_parameter
-from tests.prepcli.commands.operations.test_rot import flip_bit, tensor_byte_ranges
+
+KINDS = ("init", "hf", "flax", "easylm", "step")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make an output of each kind, from a model with a tokenizer."""
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        make_training_folder()
+        shutil.move("tiny-init", "init")
+        run_ok("export", "init", "--out", "hf", "--shard-size", "64kB")
+        run_ok("export", "init", "--out", "flax", "--layout", "hf-flax")
+        run_ok("export", "init", "--out", "easylm", "--layout", "easylm")
+        with CheckpointManager(Path("run"), Path("init"), name="tiny") as run:
+            run.save(5, host_leaves(make_state(read_params(Path("init")), 5)), {})
+        shutil.move("run/5", "step")
+    return folder
+
+
+@pytest.fixture
+def outputs(made: Path, tmp_path: Path) -> None:
+    for kind in KINDS:
+        shutil.copytree(made / kind, tmp_path / kind)
+
+
+def listed_files(kind: str) -> Sequence[str]:
+    manifest = read_manifest(Path(kind))
+    assert manifest is not None
+    return sorted(manifest.files)
+
+
+@pytest.mark.usefixtures("outputs")
+@pytest.mark.parametrize("kind", KINDS)
+def test_manifest_lists_every_file(kind: str):
+    files = {str(path.relative_to(kind)) for path in Path(kind).rglob("*") if path.is_file()}
+    unlisted = files - {*listed_files(kind)}
+    data_files = {name for name in unlisted if "d/" in name}
+    assert unlisted - data_files == {"prep-manifest.json"} | {CHECKSUMS_FILE} & files
+
+
+@pytest.mark.usefixtures("outputs")
+@pytest.mark.parametrize("layout", ["maxtext", "tunix", "levanter"])
+def test_flipped_checksum_of_a_trainer_export_is_found(layout: str, capsys: Capture):
+    run_ok("export", "init", "--layout", layout, "--out", "out")
+    flip_bit(Path("out", CHECKSUMS_FILE), 100)
+    for words in (("out",), ("out", "--quick"), ("out", "--chain"), ("out", "init")):
+        error = run_failing(capsys, 1, "verify", *words)
+        assert f"out/{CHECKSUMS_FILE} is damaged" in error
+
+
+@pytest.mark.usefixtures("outputs")
+@pytest.mark.parametrize("kind", ["init", "step"])
+def test_flipped_checksum_is_found_in_a_comparison(kind: str, capsys: Capture):
+    (file,) = Path(kind).rglob(CHECKSUMS_FILE)
+    flip_bit(file, 100)
+    for words in (
+        (kind, "hf"),
+        ("hf", kind),
+        ("hf", kind, "--quick"),
+        ("hf", kind, "--tolerance", "1"),
+    ):
+        assert f"{file} is damaged" in run_failing(capsys, 1, "verify", *words)
+
+
+@pytest.mark.usefixtures("outputs")
+@pytest.mark.parametrize("kind", KINDS)
+def test_flipped_bit_in_any_listed_file_is_refused(kind: str, capsys: Capture):
+    draw, records = random.Random(kind), (read_manifest(Path(kind)) or NO_MANIFEST).files
+    for name in listed_files(kind):
+        path = Path(kind, name)
+        before = path.read_bytes()
+        position = draw.randrange(8 * len(before))
+        flip_bit(path, position // 8, position % 8)
+        has_tensors = "header" in records[name]
+        for words in (("verify", kind), ("export", kind, "--out", "out", "--dtype", "bfloat16")):
+            error = run_failing(capsys, 1, *words)
+            # a header is parsed first: the error may name the tensor that it no longer describes
+            assert has_tensors or f"{path.name} is damaged" in error
+            assert "bug in prep" not in error
+        path.write_bytes(before)
+        assert not Path("out").exists()
+    run_ok("verify", kind)
+
+
+@pytest.mark.usefixtures("outputs")
+@pytest.mark.parametrize("kind", KINDS)
+def test_missing_listed_file_is_refused(kind: str, capsys: Capture):
+    name = next(name for name in listed_files(kind) if name.endswith("tokenizer.json"))
+    Path(kind, name).unlink()
+    assert f"{kind}/{name} does not exist" in run_failing(capsys, 1, "verify", kind)
+
+
+@pytest.mark.usefixtures("outputs")
+@pytest.mark.parametrize("kind", KINDS)
+def test_added_files_are_ignored(kind: str, capsys: Capture):
+    before = run_json(capsys, "verify", kind)
+    Path(kind, "README.md").write_text("mine")
+    after = run_json(capsys, "verify", kind)
+    assert after["tensors"] == before["tensors"] > 0
+
+
+@pytest.mark.usefixtures("outputs")
+def test_reader_refuses_changed_tokenizer():
+    flip_bit(Path("step/state/hf/tokenizer.json"), 100)
+    with pytest.raises(DamagedError, match=r"step/state/hf/tokenizer\.json is damaged"):
+        open_reader(Path("step"))
+
+
+@pytest.mark.usefixtures("outputs")
+def test_run_does_not_copy_changed_tokenizer_to_next_step():
+    state = host_leaves(make_state(read_params(Path("init")), 5))
+    with CheckpointManager(Path("run"), Path("init"), name="tiny") as run:
+        run.save(5, state, {})
+        flip_bit(Path("run/5/state/hf/tokenizer.json"), 100)
+        with pytest.raises(DamagedError, match=r"tokenizer\.json is damaged"):
+            run.save(6, state, {})
+        assert run.steps() == [5]
+
+
+@pytest.mark.usefixtures("outputs")
+def test_run_refuses_start_with_changed_tokenizer():
+    flip_bit(Path("init/hf/tokenizer.json"), 100)
+    with pytest.raises(DamagedError, match=r"init/hf/tokenizer\.json is damaged"):
+        CheckpointManager(Path("run"), Path("init"), name="tiny")
+
+
+@pytest.mark.usefixtures("outputs")
+def test_inspect_refuses_changed_config(capsys: Capture):
+    path = Path("hf/config.json")
+    path.write_bytes(path.read_bytes().replace(b"4", b"5", 1))
+    assert "hf/config.json is damaged" in run_failing(capsys, 1, "inspect", "hf")
+
+
+@pytest.mark.usefixtures("outputs")
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_merge_refuses_changed_adapter_files(name: str, capsys: Capture):
+    matrices = make_adapter(Path("adapter"), {"model.layers.0.self_attn.q_proj": (32, 32)})
+    header = read_safetensors_header(Path("adapter/adapter_model.safetensors"), 0)
+    records = {"adapter_config.json": record_file(Path("adapter/adapter_config.json"))}
+    records["adapter_model.safetensors"] = {"bytes": header.size, "header": header.digest}
+    manifest = {
+        key: value
+        for key, value in (read_manifest(Path("init")) or NO_MANIFEST).items()
+        if key != "base"
+    }
+    tensors = {
+        key: {
+            "dtype": "float32",
+            "shape": value.shape,
+            "digests": [[0, len(value), TensorDigest(value.tobytes()).hexdigest()]],
+        }
+        for key, value in matrices.items()
+    }
+    content = manifest | {"kind": "adapter", "tensors": tensors, "files": records}
+    Path("adapter/prep-manifest.json").write_bytes(encode_manifest(content))
+    run_ok("merge", "adapter", "init", "--out", "merged")
+    path = Path("adapter", name)
+    path.write_bytes(path.read_bytes().replace(b'"r": 3', b'"r": 2').replace(b'"F32"', b'"I32"', 1))
+    assert f"adapter/{name} is damaged" in run_failing(
+        capsys, 1, "merge", "adapter", "init", "--out", "again"
+    )
+
+
+# Flipped bits in outputs that are read through a transform: decoded, mapped, in part, or under other names
+
 
 DEQUANTIZE = ("--quantized", "dequantize")
 MAP = Path("stacked.map")
@@ -34,9 +212,8 @@ Q_PROJ = "model.layers.1.self_attn.q_proj"
 SETTINGS = ("weight_format", "quant_state.bitsandbytes__nf4")
 
 
-@pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def stacked_map() -> None:
     MAP.write_text(STACKED_MAP)
 
 
@@ -58,11 +235,8 @@ def export_dense(*words: str) -> Path:
 
 def flip_tensor(folder: Path, name: str) -> None:
     """Flip a bit of a safetensors tensor, near its end."""
-    for path in sorted(folder.glob("*.safetensors")):
-        for tensor, low, high in tensor_byte_ranges(path):
-            if tensor == name:
-                return flip_bit(path, high - 1 - (high - low) // 8)
-    raise AssertionError(name)
+    path, low, high = tensor_place(folder, name)
+    flip_bit(path, high - 1 - (high - low) // 8)
 
 
 def stored_names(folder: Path, prefix: str) -> list[str]:
@@ -70,10 +244,9 @@ def stored_names(folder: Path, prefix: str) -> list[str]:
     return [name for name, _, _ in tensor_byte_ranges(path) if name.startswith(prefix)]
 
 
+@pytest.mark.usefixtures("stacked_map")
 @pytest.mark.parametrize("name", slow_except(["fp8", "gptq", "awq", "int8", "nf4"], ["gptq"]))
-def test_decoding_refuses_a_flip_in_each_stored_tensor(
-    name: str, capsys: pytest.CaptureFixture[str]
-):
+def test_decoding_refuses_a_flip_in_each_stored_tensor(name: str, capsys: Capture):
     made = export_quantized(name)
     for tensor in stored_names(made, Q_PROJ):
         flip_tensor(made, tensor)
@@ -87,15 +260,17 @@ def test_decoding_refuses_a_flip_in_each_stored_tensor(
     run_ok("verify", "out", "init")
 
 
-def test_decoding_the_first_layers_ignores_the_others(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.usefixtures("stacked_map")
+def test_decoding_the_first_layers_ignores_the_others(capsys: Capture):
     flip_tensor(export_quantized("fp8"), "model.layers.2.mlp.up_proj.weight")
     run_ok("save-init", "made", *DEQUANTIZE, "--layers", "2", "--out", "out")
     error = run_failing(capsys, 1, "save-init", "made", *DEQUANTIZE, "--out", "all")
     assert "model.layers.2.mlp.up_proj.weight in made is damaged" in error.replace(")", "")
 
 
+@pytest.mark.usefixtures("stacked_map")
 @pytest.mark.parametrize("words", [("--map", str(MAP)), ("--map", str(MAP), "--workers", "2")])
-def test_mapping_refuses_a_flipped_bit(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
+def test_mapping_refuses_a_flipped_bit(words: tuple[str, ...], capsys: Capture):
     flip_tensor(export_dense(), f"{Q_PROJ}.weight")
     error = run_failing(capsys, 1, "save-init", "made", *words, "--out", "out")
     assert f"{Q_PROJ}.weight in made is damaged" in error
@@ -108,6 +283,7 @@ JOINT_LAUNCHES = {
 }
 
 
+@pytest.mark.usefixtures("stacked_map")
 @pytest.mark.parametrize(
     ("launch", "out"),
     slow_except(
@@ -116,7 +292,7 @@ JOINT_LAUNCHES = {
     ),
 )
 def test_refused_source_does_not_block_its_repair(
-    launch: str, out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: str, out: str, tmp_path: Path, monkeypatch: MonkeyPatch
 ):
     made = export_dense()
     words = ("save-init", "made", "--map", str(MAP), "--out")
@@ -146,7 +322,8 @@ def test_refused_source_does_not_block_its_repair(
     assert not Path("out.partial").exists()
 
 
-def test_checked_units_are_claimed_one_by_one(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.usefixtures("stacked_map")
+def test_checked_units_are_claimed_one_by_one(monkeypatch: MonkeyPatch):
     monkeypatch.setattr(object_files, "OBJECT_NBYTES", 1 << 10)
     export_dense()
     list_files, prepare = Bucket.list_files, BucketRun.prepare_unit
@@ -172,9 +349,8 @@ def test_checked_units_are_claimed_one_by_one(monkeypatch: pytest.MonkeyPatch):
     assert listed.count(out) < 8
 
 
-def test_refused_source_keeps_the_replaced_bucket_output(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+@pytest.mark.usefixtures("stacked_map")
+def test_refused_source_keeps_the_replaced_bucket_output(monkeypatch: MonkeyPatch, capsys: Capture):
     made = export_dense()
     words = ("save-init", "made", "--map", str(MAP), "--out", "gs://bucket/out", "--overwrite")
     with use_objects(monkeypatch) as store:
@@ -185,7 +361,8 @@ def test_refused_source_keeps_the_replaced_bucket_output(
         assert store.objects == before
 
 
-def test_mapping_decoded_weights_refuses_a_flipped_bit(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.usefixtures("stacked_map")
+def test_mapping_decoded_weights_refuses_a_flipped_bit(capsys: Capture):
     made = export_quantized("fp8")
     words = ("save-init", "made", *DEQUANTIZE, "--map", str(MAP), "--out")
     run_ok(*words, "whole")
@@ -202,7 +379,7 @@ LAYOUTS = {
 }
 
 
-def flip_norm(folder: Path) -> None:
+def flip_norm(folder: Path) -> Path:
     """Flip a bit of the final norm, which has the same bytes in every layout."""
     values = read_tensors(Path("model"))["model.norm.weight"].tobytes()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -212,8 +389,9 @@ def flip_norm(folder: Path) -> None:
     raise AssertionError("no file has the norm")
 
 
+@pytest.mark.usefixtures("stacked_map")
 @pytest.mark.parametrize("layout", slow_except(LAYOUTS, ["torchtitan"]))
-def test_verbatim_names_do_not_hide_a_flipped_bit(layout: str, capsys: pytest.CaptureFixture[str]):
+def test_verbatim_names_do_not_hide_a_flipped_bit(layout: str, capsys: Capture):
     made = export_dense(*LAYOUTS[layout])
     words = ("save-init", "made", "--verbatim", "--out")
     run_ok(*words, "whole")
@@ -221,6 +399,7 @@ def test_verbatim_names_do_not_hide_a_flipped_bit(layout: str, capsys: pytest.Ca
     assert "in made is damaged" in run_failing(capsys, 1, *words, "out")
 
 
+@pytest.mark.usefixtures("stacked_map")
 def test_loading_under_verbatim_names_refuses_a_flipped_bit():
     made = export_dense("--layout", "easylm")
     prep.load_params("./made", verbatim=True)
@@ -229,10 +408,9 @@ def test_loading_under_verbatim_names_refuses_a_flipped_bit():
         prep.load_params("./made", verbatim=True)
 
 
+@pytest.mark.usefixtures("stacked_map")
 @pytest.mark.parametrize("tolerance", [(), ("--tolerance", "1e30")])
-def test_equal_damage_on_both_sides_is_found(
-    tolerance: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-):
+def test_equal_damage_on_both_sides_is_found(tolerance: tuple[str, ...], capsys: Capture):
     made = export_dense()
     shutil.copytree(made, "copy")
     for folder in (made, Path("copy")):
@@ -241,7 +419,8 @@ def test_equal_damage_on_both_sides_is_found(
     assert f"({Q_PROJ}.weight) in made is damaged" in error
 
 
-def test_accepted_difference_of_a_damaged_tensor_is_refused(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.usefixtures("stacked_map")
+def test_accepted_difference_of_a_damaged_tensor_is_refused(capsys: Capture):
     made = export_dense()
     run_ok("verify", "made", "model", "--tolerance", "1e30")
     flip_tensor(made, f"{Q_PROJ}.weight")
@@ -249,17 +428,17 @@ def test_accepted_difference_of_a_damaged_tensor_is_refused(capsys: pytest.Captu
     assert f"({Q_PROJ}.weight) in made is damaged" in error
 
 
+@pytest.mark.usefixtures("stacked_map")
 @pytest.mark.parametrize("decode", [(), DEQUANTIZE])
-def test_statistics_refuse_a_flipped_code(
-    decode: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-):
+def test_statistics_refuse_a_flipped_code(decode: tuple[str, ...], capsys: Capture):
     made = export_quantized("fp8")
     run_ok("inspect", "made", "--stats", *decode)
     flip_tensor(made, f"{Q_PROJ}.weight")
     assert "in made is damaged" in run_failing(capsys, 1, "inspect", "made", "--stats", *decode)
 
 
-def test_statistics_of_a_selection_check_only_its_tensors(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.usefixtures("stacked_map")
+def test_statistics_of_a_selection_check_only_its_tensors(capsys: Capture):
     made = export_dense()
     flip_tensor(made, f"{Q_PROJ}.weight")
     run_ok("inspect", "made", "*norm*", "--stats")
@@ -268,11 +447,12 @@ def test_statistics_of_a_selection_check_only_its_tensors(capsys: pytest.Capture
     assert "in init is damaged" in run_failing(capsys, 1, "inspect", "init", "--stats")
 
 
+@pytest.mark.usefixtures("stacked_map")
 @pytest.mark.parametrize(
     "name", slow_except(["dense", "fp8", "init", "compressed"], ["fp8", "init"])
 )
 def test_statistics_of_a_bucket_refuse_a_flipped_bit(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, monkeypatch: MonkeyPatch, capsys: Capture
 ):
     made = export_quantized(name) if name == "fp8" else export_dense()
     if name in ("init", "compressed"):
@@ -294,8 +474,9 @@ def test_statistics_of_a_bucket_refuse_a_flipped_bit(
             assert "differ from their recorded digest" in error
 
 
+@pytest.mark.usefixtures("stacked_map")
 @pytest.mark.parametrize("storage", ["files", "zarr3-files"])
-def test_inspect_refuses_changed_metadata(storage: str, capsys: pytest.CaptureFixture[str]):
+def test_inspect_refuses_changed_metadata(storage: str, capsys: Capture):
     make_checkpoint(Path("model"), LLAMA)
     run_ok("save-init", "model", "--storage", storage, "--out", "made")
     metadata = ".zarray" if storage == "files" else "zarr.json"
@@ -304,14 +485,16 @@ def test_inspect_refuses_changed_metadata(storage: str, capsys: pytest.CaptureFi
     assert f"{path} is damaged" in run_failing(capsys, 1, "inspect", "made")
 
 
-def test_inspect_refuses_a_changed_header(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.usefixtures("stacked_map")
+def test_inspect_refuses_a_changed_header(capsys: Capture):
     made = export_dense()
     path = made / "model.safetensors"
     path.write_bytes(path.read_bytes().replace(b"layers.1.self_attn.q", b"layers.1.self_attn.z", 1))
     assert "made/model.safetensors is damaged" in run_failing(capsys, 1, "inspect", "made")
 
 
-def test_check_stays_within_the_memory_of_a_run(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.usefixtures("stacked_map")
+def test_check_stays_within_the_memory_of_a_run(monkeypatch: MonkeyPatch):
     export_quantized("fp8")
     limits: list[int] = []
     check = digest_checks.check_before_reading
