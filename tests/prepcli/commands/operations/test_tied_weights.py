@@ -1,8 +1,9 @@
-"""Conversions of T5: stacks of different depth, copies of the embedding, tied and untied heads."""
+"""Tied weights, and T5: each combination of config and stored tensors, stacks of different depth, copies."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,14 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.models.registry import family_of
-from tests.helpers.run_cli import run_failing, run_ok
+from tests.helpers.manifests import changed_manifest
+from tests.helpers.run_cli import Capture, run_failing, run_ok
 from tests.helpers.tiny_checkpoints import (
     FAMILY_CONFIGS,
+    GPT2,
+    GPT_NEO,
+    LLAMA,
+    assert_same,
     checkpoint_tensors,
     make_checkpoint,
     read_tensors,
@@ -22,26 +28,135 @@ from tests.helpers.tiny_checkpoints import (
 )
 from tests.helpers.torch_checkpoints import write_bin_folder
 
+HEAD = "lm_head.weight"
+EMBEDDINGS = {
+    "gpt2": "transformer.wte.weight",
+    "gpt_neo": "transformer.wte.weight",
+    "llama": "model.embed_tokens.weight",
+}
+TIED = {"tie_word_embeddings": True}
+BASES = [pytest.param(base | TIED, id=base["model_type"]) for base in (GPT2, GPT_NEO, LLAMA)]
+
+
+def write_tied_model(
+    base: dict[str, Any], change: Callable[[dict[str, np.ndarray], str], object]
+) -> dict[str, np.ndarray]:
+    """Write a tied checkpoint `m` after a change to its tensors, and return the unchanged tensors."""
+    tensors = make_checkpoint(Path("unchanged"), base, tied=True)
+    changed = dict(tensors)
+    change(changed, EMBEDDINGS[base["model_type"]])
+    write_checkpoint(Path("m"), base, changed)
+    return tensors
+
+
+def move_embedding_to_head(tensors: dict[str, np.ndarray], embedding: str) -> None:
+    tensors[HEAD] = tensors.pop(embedding)
+
+
+def copy_embedding_to_head(tensors: dict[str, np.ndarray], embedding: str) -> None:
+    tensors[HEAD] = tensors[embedding].copy()
+
+
+@pytest.mark.parametrize("change", [move_embedding_to_head, copy_embedding_to_head])
+@pytest.mark.parametrize("base", BASES)
+def test_tied_head_is_stored_once_and_round_trips(base: dict[str, Any], change: Any):
+    tensors = write_tied_model(base, change)
+    run_ok("save-init", "./m", "--pad-vocab", "8")
+    assert not list(Path("m-init").rglob("*head*"))
+    run_ok("verify", "m-init", "./m")
+    run_ok("verify", "m-init", "./unchanged")
+    run_ok("export", "m-init", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+    assert json.loads(Path("back/config.json").read_text())["tie_word_embeddings"] is True
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_head_without_embedding_is_padded(base: dict[str, Any]):
+    tensors, embedding = (
+        write_tied_model(base, move_embedding_to_head),
+        EMBEDDINGS[base["model_type"]],
+    )
+    run_ok("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
+    actual = read_tensors(Path("m-padded"))
+    assert actual.keys() == tensors.keys()
+    assert actual[embedding].shape == (136, 32)
+    assert same_bits(actual[embedding][:131], tensors[embedding])
+    run_ok("verify", "m-padded")
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_head_and_embedding_are_padded_equally(base: dict[str, Any]):
+    write_tied_model(base, copy_embedding_to_head)
+    run_ok("pad-vocab", "./m", "--multiple", "8", "--init", "normal")
+    actual = read_tensors(Path("m-padded"))
+    assert actual[HEAD].shape == (136, 32)
+    assert same_bits(actual[HEAD], actual[EMBEDDINGS[base["model_type"]]])
+
+
+def change_head_value(tensors: dict[str, np.ndarray], embedding: str) -> None:
+    copy_embedding_to_head(tensors, embedding)
+    tensors[HEAD][77, 3] += 1
+
+
+def change_head_dtype(tensors: dict[str, np.ndarray], embedding: str) -> None:
+    tensors[HEAD] = tensors[embedding].astype(np.float16)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (change_head_value, "first difference in row 77"),
+        (change_head_dtype, "float16 [131, 32] and float32 [131, 32]"),
+    ],
+)
+@pytest.mark.parametrize("command", ["save-init", "pad-vocab"])
+@pytest.mark.parametrize("base", BASES)
+def test_different_head_is_an_error_without_untie(
+    base: dict[str, Any], command: str, change: Any, why: str, capsys
+):
+    write_tied_model(base, change)
+    assert main([command, "./m", "--out", "out"]) == 1
+    text = capsys.readouterr().err
+    assert f"{HEAD} is not equal to {EMBEDDINGS[base['model_type']]}" in text
+    assert why in text
+    assert not Path("out").exists()
+    run_ok(command, "./m", "--out", "out", "--untie", "--restart")
+    config = Path("out/config.json") if command == "pad-vocab" else Path("out/hf/config.json")
+    assert json.loads(config.read_text())["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_export_compares_tied_head_in_true_rows(base: dict[str, Any], capsys):
+    """The head is not written, but its true rows must equal the embedding's."""
+    write_tied_model(base, copy_embedding_to_head)
+    run_ok("pad-vocab", "./m", "--multiple", "8")
+    for path in Path("m-padded").glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        if HEAD in header:
+            data[8 + size + header[HEAD]["data_offsets"][0] + 5 * 128] ^= 1
+            path.write_bytes(data)
+    with changed_manifest(Path("m-padded")) as manifest:
+        for record in manifest["tensors"].values():
+            record["digests"] = []
+    assert main(["export", "m-padded", "--out", "out"]) == 1
+    assert "first difference in row 5" in capsys.readouterr().err
+
+
+# Conversions of T5: stacks of different depth, copies of the embedding, tied and untied heads
+
+
 T5 = FAMILY_CONFIGS["t5"]
 GATED = T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 ENCODER_COPY, DECODER_COPY = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
 Tensors = dict[str, np.ndarray]
 
 
-@pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
+def run_json(capsys: Capture, *args: str) -> Any:
     capsys.readouterr()
     assert main([*args, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
-
-
-def assert_same(actual: Tensors, expected: Tensors) -> None:
-    assert actual.keys() == expected.keys()
-    assert [name for name in actual if not same_bits(actual[name], expected[name])] == []
 
 
 def read_config(folder: str) -> dict[str, Any]:
@@ -64,7 +179,7 @@ def test_t5_layouts_round_trip(form: tuple[str, ...]):
     assert read_config("back") == read_config("m")
 
 
-def test_save_init_names_and_shapes_leaves_of_t5(capsys: pytest.CaptureFixture[str]):
+def test_save_init_names_and_shapes_leaves_of_t5(capsys: Capture):
     make_checkpoint(Path("m"), GATED, tied=False)
     run_ok("save-init", "./m", "--mesh", "1,2,2", "--out", "stacked", "--pad-vocab", "auto")
     run_ok("save-init", "./m", "--no-scan", "--out", "apart")
@@ -87,7 +202,7 @@ def test_save_init_names_and_shapes_leaves_of_t5(capsys: pytest.CaptureFixture[s
     assert "encoder.layers.attn.k.weight" in json.dumps(shards)
 
 
-def test_embedding_copies_are_compared_and_dropped(capsys: pytest.CaptureFixture[str]):
+def test_embedding_copies_are_compared_and_dropped(capsys: Capture):
     tensors = make_checkpoint(Path("plain"), T5, legacy=True)
     stray = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     names = (ENCODER_COPY, DECODER_COPY, "lm_head.weight")
@@ -103,7 +218,7 @@ def test_embedding_copies_are_compared_and_dropped(capsys: pytest.CaptureFixture
     )
 
 
-def test_different_embedding_copy_is_an_error(capsys: pytest.CaptureFixture[str]):
+def test_different_embedding_copy_is_an_error(capsys: Capture):
     tensors = with_copies(checkpoint_tensors(T5, "float32", True, False), DECODER_COPY)
     tensors[DECODER_COPY][7, 3] += 1
     write_checkpoint(Path("m"), T5, tensors)
@@ -187,7 +302,7 @@ def head_scale(folder: str) -> float:
     return family_of(config).arch_config(config).lm_head_input_scale
 
 
-def test_untied_head_of_transformers_5_round_trips(capsys: pytest.CaptureFixture[str]):
+def test_untied_head_of_transformers_5_round_trips(capsys: Capture):
     """The config of transformers 5 states that every T5 is tied, even with a stored untied head."""
     config = GATED | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
     tensors = checkpoint_tensors(config, "float32", False, False)
@@ -205,9 +320,7 @@ def test_untied_head_of_transformers_5_round_trips(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("scales", [False, True])
-def test_untied_head_does_not_replace_missing_embedding(
-    capsys: pytest.CaptureFixture[str], scales: bool
-):
+def test_untied_head_does_not_replace_missing_embedding(capsys: Capture, scales: bool):
     config = GATED | {"tie_word_embeddings": not scales, "scale_decoder_outputs": scales}
     tensors = checkpoint_tensors(config, "float32", False, False)
     embedding = tensors.pop("shared.weight")
@@ -219,7 +332,7 @@ def test_untied_head_does_not_replace_missing_embedding(
     assert same_bits(read_tensors(Path("back"))["shared.weight"], embedding)
 
 
-def test_flax_config_states_untied_head(capsys: pytest.CaptureFixture[str]):
+def test_flax_config_states_untied_head(capsys: Capture):
     config = GATED | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
     write_checkpoint(Path("m"), config, checkpoint_tensors(config, "float32", False, False))
     run_ok("save-init", "./m")
@@ -232,7 +345,7 @@ def test_flax_config_states_untied_head(capsys: pytest.CaptureFixture[str]):
     )
 
 
-def test_untied_head_keeps_its_scale(capsys: pytest.CaptureFixture[str]):
+def test_untied_head_keeps_its_scale(capsys: Capture):
     tensors = checkpoint_tensors(T5, "float32", False, False)
     write_checkpoint(Path("m"), T5, tensors)
     assert "`--untie` of save-init and pad-vocab keeps both" in run_failing(
@@ -248,7 +361,7 @@ def test_untied_head_keeps_its_scale(capsys: pytest.CaptureFixture[str]):
     assert head_scale("back") == head_scale("m") == 64**-0.5
 
 
-def test_encoder_without_decoder_is_rejected(capsys: pytest.CaptureFixture[str]):
+def test_encoder_without_decoder_is_rejected(capsys: Capture):
     tensors = {
         name: t
         for name, t in checkpoint_tensors(T5, "float32", True, False).items()

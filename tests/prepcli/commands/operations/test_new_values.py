@@ -1,25 +1,36 @@
-"""`--dtype`: rounding equals NumPy's, changed values are counted, and overflow is an error."""
+"""Values that conversions make: rounding by `--dtype`, and rows of padding."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.engine.fills import numpy_dtype
+from prepcli.commands.operations.options import PadVocabOptions
+from prepcli.commands.operations.pad_vocab import make_fill, padded_size
+from prepcli.core.errors import FAILED, USAGE, PrepError
+from prepcli.core.option_spec import with_defaults
+from prepcli.engine.fills import Fill, numpy_dtype
+from prepcli.models.registry import FAMILIES
+from prepcli.sources.source import Source
+from prepcli.sources.tensor_match import TensorNames, Vocabulary
 from tests.helpers.llama_trees import read_output
-from tests.helpers.run_cli import run_ok
+from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_json, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import (
     GPT2,
     GPT_NEO,
     LLAMA,
     assert_same,
+    checkpoint_tensors,
     make_checkpoint,
     read_tensors,
     same_bits,
@@ -27,12 +38,7 @@ from tests.helpers.tiny_checkpoints import (
 )
 
 
-@pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def run_json_quiet(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> dict[str, Any]:
+def run_json_quiet(capsys: Capture, *args: str, code: int = 0) -> dict[str, Any]:
     """Run a command and return its JSON."""
     capsys.readouterr()
     assert main([*args, "--json", "-q"]) == code
@@ -91,7 +97,7 @@ def test_save_init_and_export_cast_identically(base: dict[str, Any], dtype: str)
 
 
 @pytest.mark.parametrize("source", ["bfloat16", "float16"])
-def test_cast_to_float32_and_back_is_exact(source: str, capsys: pytest.CaptureFixture[str]):
+def test_cast_to_float32_and_back_is_exact(source: str, capsys: Capture):
     tensors = make_checkpoint(Path("m"), GPT2, source)
     run_ok("save-init", "./m", "--dtype", "float32")
     report = run_json_quiet(capsys, "export", "m-init", "--dtype", source)
@@ -100,7 +106,7 @@ def test_cast_to_float32_and_back_is_exact(source: str, capsys: pytest.CaptureFi
     run_ok("verify", "m-hf", "./m")
 
 
-def test_changed_values_are_counted_in_the_manifest(capsys: pytest.CaptureFixture[str]):
+def test_changed_values_are_counted_in_the_manifest(capsys: Capture):
     tensors = make_checkpoint(Path("m"), LLAMA)
     values = sum(tensor.size for tensor in tensors.values())
     changed = sum(
@@ -124,7 +130,7 @@ def test_changed_values_are_counted_in_the_manifest(capsys: pytest.CaptureFixtur
     assert json.loads(Path("m-init/prep-manifest.json").read_text())["casts"] == [entry]
 
 
-def test_closing_line_counts_changed_values(capsys: pytest.CaptureFixture[str]):
+def test_closing_line_counts_changed_values(capsys: Capture):
     make_checkpoint(Path("m"), LLAMA)
     assert main(["save-init", "./m", "--dtype", "float16"]) == 0
     stderr = capsys.readouterr().err
@@ -135,7 +141,7 @@ def test_closing_line_counts_changed_values(capsys: pytest.CaptureFixture[str]):
     assert " 0 values changed" in capsys.readouterr().err
 
 
-def test_overflow_is_an_error_unless_allowed(capsys: pytest.CaptureFixture[str]):
+def test_overflow_is_an_error_unless_allowed(capsys: Capture):
     tensors = with_outliers([65519.0, -65520.0, 1e30, np.inf, np.nan, 1e-9])
     assert main(["save-init", "./outliers", "--dtype", "float16", "-q"]) == 1
     stderr = capsys.readouterr().err
@@ -154,7 +160,7 @@ def test_overflow_is_an_error_unless_allowed(capsys: pytest.CaptureFixture[str])
         assert_same(read_tensors(Path("back")), cast_with_numpy(tensors, "float16"))
 
 
-def test_infinite_source_values_are_not_overflow(capsys: pytest.CaptureFixture[str]):
+def test_infinite_source_values_are_not_overflow(capsys: Capture):
     with_outliers([1e30])
     run_ok("save-init", "./outliers", "--dtype", "float16", "--allow-overflow", "--out", "allowed")
     # A value that was infinite before does not count as overflow.
@@ -226,7 +232,7 @@ def test_config_keeps_its_dtype_keys(keys: list[str]):
     assert written == config | dict.fromkeys(keys or ["torch_dtype"], "bfloat16")
 
 
-def test_verify_reports_different_dtypes(capsys: pytest.CaptureFixture[str]):
+def test_verify_reports_different_dtypes(capsys: Capture):
     make_checkpoint(Path("m"), LLAMA)
     run_ok("save-init", "./m", "--dtype", "bfloat16")
     assert main(["verify", "m-init", "./m", "-v"]) == 1
@@ -234,7 +240,7 @@ def test_verify_reports_different_dtypes(capsys: pytest.CaptureFixture[str]):
     assert "params.final_norm.scale (model.norm.weight)  is bfloat16 and float32" in stderr
 
 
-def test_damaged_source_is_found_during_a_cast(capsys: pytest.CaptureFixture[str]):
+def test_damaged_source_is_found_during_a_cast(capsys: Capture):
     norm = make_checkpoint(Path("m"), LLAMA)["model.norm.weight"].tobytes()
     run_ok("save-init", "./m")
     data = next(path for path in Path("m-init/d").iterdir() if norm in path.read_bytes())
@@ -245,7 +251,162 @@ def test_damaged_source_is_found_during_a_cast(capsys: pytest.CaptureFixture[str
     assert "is damaged" in capsys.readouterr().err
 
 
-def test_unknown_dtype_is_a_usage_error(capsys: pytest.CaptureFixture[str]):
+def test_unknown_dtype_is_a_usage_error(capsys: Capture):
     make_checkpoint(Path("m"), LLAMA)
     assert main(["save-init", "./m", "--dtype", "float8_e4m3fn", "-q"]) == 2
     assert "--dtype" in capsys.readouterr().err
+
+
+# `prep pad-vocab`: the number of new rows and their values
+
+
+FAMILY = FAMILIES["gpt_neo"]
+
+
+def padded_rows(**values: Any) -> int:
+    """Return the padded size of a vocabulary of 131 tokens, stored with 136 rows."""
+    options: Any = with_defaults(PadVocabOptions, values)
+    return padded_size(options, Vocabulary(131, 136))
+
+
+def make_source(**config: Any) -> Source:
+    return Source("m", Path("m"), FAMILY, config, TensorNames(FAMILY), (), (), (), (), None)
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({}, 136),
+        ({"multiple": 128}, 256),
+        ({"multiple": 131}, 131),
+        ({"size": 131}, 131),
+        ({"size": 200}, 200),
+        ({"mesh": "1,1,4"}, 132),
+        ({"mesh": "1,64,4", "multiple": 1000}, 132),
+    ],
+)
+def test_padded_size_starts_from_true_rows(options: dict[str, Any], size: int):
+    assert padded_rows(**options) == size
+
+
+def test_size_below_true_rows_is_rejected():
+    with pytest.raises(PrepError, match="size=130") as caught:
+        padded_rows(size=130)
+    assert caught.value.code == USAGE
+
+
+@pytest.mark.parametrize("option", [("--multiple", "1000000"), ("--size", "2147483647")])
+def test_lack_of_space_is_found_before_work(
+    tmp_path: Path, capsys: Capture, monkeypatch: MonkeyPatch, option: tuple[str, str]
+):
+    def refuse_work(*_: object) -> None:
+        raise AssertionError("the coverage check began")
+
+    make_checkpoint(tmp_path / "m", GPT_NEO)
+    monkeypatch.setattr("prepcli.planning.coverage.check", refuse_work)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**6))
+    err = run_failing(
+        capsys, FAILED, "pad-vocab", str(tmp_path / "m"), *option, "--out", str(tmp_path / "out")
+    )
+    assert err.startswith("error: not enough room for out\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_copy_without_new_rows_is_announced(tmp_path: Path, capsys: Capture):
+    make_checkpoint(tmp_path / "m", GPT_NEO, vocab_size=128)
+    assert (
+        main(
+            [
+                "pad-vocab",
+                str(tmp_path / "m"),
+                "--multiple",
+                "8",
+                "--out",
+                str(tmp_path / "out"),
+                "--dry-run",
+            ]
+        )
+        == 0
+    )
+    assert re.search(
+        r"128 -> 128: nothing to add, the output is a full copy of \S+ \wiB\n",
+        capsys.readouterr().err,
+    )
+
+
+def test_make_fill_returns_kind_seed_and_deviation():
+    assert make_fill("zeros", 5, make_source()) == Fill("zeros")
+    assert make_fill("mean", 5, make_source(initializer_range="odd")) == Fill("mean")
+    assert make_fill("normal", 5, make_source()) == Fill("normal", 5, 0.02)
+    assert make_fill("normal", 2**64 - 1, make_source(initializer_range=1)) == Fill(
+        "normal", 2**64 - 1, 1.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("init", "seed", "config", "text", "code"),
+    [
+        ("ones", 0, {}, "unknown `--init ones`", USAGE),
+        ("normal", 2**64, {}, "`--seed 18446744073709551616` is too large", USAGE),
+        ("normal", 0, {"initializer_range": None}, "initializer_range is None", FAILED),
+        ("normal", 0, {"initializer_range": "0.02"}, "initializer_range is '0.02'", FAILED),
+        ("normal", 0, {"initializer_range": -1}, "initializer_range is -1", FAILED),
+        ("normal", 0, {"initializer_range": float("nan")}, "initializer_range is nan", FAILED),
+    ],
+)
+def test_make_fill_rejects_invalid_values(
+    init: str, seed: int, config: dict[str, Any], text: str, code: int
+):
+    with pytest.raises(PrepError) as caught:
+        make_fill(init, seed, make_source(**config))
+    assert text in caught.value.message
+    assert caught.value.code == code
+
+
+def test_scalar_and_empty_tensors_are_copied():
+    odd = {
+        "transformer.h.0.attn.attention.bias": np.zeros((0, 5), np.uint8),
+        "transformer.h.1.attn.attention.bias": np.zeros((1, 0), bool),
+        "transformer.h.2.attn.attention.masked_bias": np.array(-1e9, np.float32),
+        "transformer.h.0.attn.attention.masked_bias": np.zeros((0,), np.float32),
+    }
+    tensors = checkpoint_tensors(GPT_NEO, "float32", tied=True, legacy=False)
+    write_checkpoint(Path("m"), GPT_NEO, {**odd, **tensors})
+    assert main(["pad-vocab", "./m", "-q"]) == 0
+    actual = read_tensors(Path("m-padded"))
+    assert actual.keys() == {*odd, *tensors}
+    assert all(same_bits(actual[name], odd[name]) for name in odd)
+    assert main(["verify", "m-padded", "-q"]) == 0
+    assert main(["save-init", "m-padded", "-q"]) == 0
+    assert main(["export", "m-padded-init", "--out", "back", "-q"]) == 0
+    assert all(
+        same_bits(value, tensors[name]) for name, value in read_tensors(Path("back")).items()
+    )
+
+
+@pytest.mark.parametrize(("heads", "rules"), [(6, " --rule 'heads=mp|none'"), (8, "")])
+def test_next_command_of_pad_vocab_works(
+    heads: int, rules: str, tmp_path: Path, capsys: Capture
+) -> None:
+    make_checkpoint(tmp_path / "m", GPT_NEO, hidden_size=48, num_heads=heads)
+    command = run_json(capsys, "pad-vocab", "./m", "--mesh", "1,1,4")["next"]
+    assert command == f"prep save-init m-padded --mesh 1,1,4{rules}"
+    run_ok(*shlex.split(command)[1:])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["pad-vocab", "tiny", "--size", str(1 << 31)],
+        ["pad-vocab", "tiny", "--multiple", str(1 << 62)],
+        ["save-init", "tiny", "--pad-vocab", "9" * 18],
+        ["save-init", "tiny", "--pad-vocab", "9" * 30],
+        ["save-init", "tiny", "--pad-vocab", "9" * 5000],
+    ],
+)
+def test_huge_vocabulary_is_refused_at_once(words: list[str], capsys: Capture) -> None:
+    """It would have a plan of trillions of chunks."""
+    make_checkpoint(Path("tiny"))
+    err = run_failing(capsys, 2, *words, "--dry-run")
+    assert "is too large" in err or "invalid `--pad-vocab 999" in err
+    assert len(err) < 400
