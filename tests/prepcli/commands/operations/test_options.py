@@ -1,19 +1,57 @@
-"""Options that are rejected: out of range, in conflict, or without effect."""
+"""Options: defined once, rejected without effect, and named in errors as the caller writes them."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import prepcli as prep
+from prepcli.commands.cli import root
+from prepcli.commands.cli.launch import ENGINE_COMMANDS
+from prepcli.commands.cli.main import main
+from prepcli.commands.cli.root import COMMANDS
 from prepcli.commands.console.ui import open_ui
+from prepcli.commands.operations import conversion
+from prepcli.commands.operations.checkpoint_options import CommonOptions, open_checkpoint
 from prepcli.commands.operations.export_request import parse_shard_size
+from prepcli.commands.operations.operation import check_mutually_exclusive
+from prepcli.commands.operations.options import (
+    AddTokensOptions,
+    ExportOptions,
+    MergeOptions,
+    PadVocabOptions,
+    RemoveTokensOptions,
+    ReshardOptions,
+    SaveInitOptions,
+)
 from prepcli.commands.operations.save_init import save_init
-from prepcli.core.errors import PrepError
+from prepcli.core.errors import PYTHON, TERMINAL, Command, Key, Option, PrepError, text
+from prepcli.core.observer import Observer
+from prepcli.core.option_spec import (
+    REQUIRED,
+    OptionSpec,
+    flag,
+    format_command_line,
+    option,
+    option_specs,
+    with_defaults,
+)
 from prepcli.engine.budget import MIN_MEMORY_NBYTES, parse_memory
-from tests.helpers.run_cli import error_lines, run_ok
+from prepcli.formats.manifest import no_step_error
+from prepcli.formats.safetensors import ADAPTER_HINT
+from prepcli.models.mesh import parse_mesh, parse_slice_counts, resolve_mesh
+from prepcli.models.rule_text import merge_rules
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.source import Source
+from tests.helpers.run_cli import Capture, MonkeyPatch, error_lines, run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
+from trainer.planning.step_time import parse_devices
 
 CONFLICTS = [
     (["--multiple", "8", "--size", "300"], "`--multiple 8` and `--size 300` exclude each other"),
@@ -64,14 +102,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def work_dir(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(folder: Path, monkeypatch: MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     return folder
 
 
 @pytest.mark.parametrize(("words", "what"), CONFLICTS, ids=_test_id)
 def test_vocabulary_sizes_are_mutually_exclusive(
-    words: list[str], what: str, work_dir: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], what: str, work_dir: Path, capsys: Capture
 ) -> None:
     assert error_lines(capsys, "pad-vocab", "./m", *words)[0] == f"error: {what}"
     assert {path.name for path in work_dir.iterdir()} == {"m", "unstacked"}
@@ -79,7 +117,7 @@ def test_vocabulary_sizes_are_mutually_exclusive(
 
 @pytest.mark.parametrize(("words", "option", "needed"), OPTIONS_WITHOUT_EFFECT, ids=_test_id)
 def test_options_without_effect_are_rejected(
-    words: list[str], option: str, needed: str, work_dir: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], option: str, needed: str, work_dir: Path, capsys: Capture
 ) -> None:
     what, _, hint = error_lines(capsys, *words)
     assert what == f"error: `{option}` has no effect without `{needed}`"
@@ -89,13 +127,13 @@ def test_options_without_effect_are_rejected(
 
 @pytest.mark.parametrize("words", STREAMED_FOLDERS, ids=_test_id)
 def test_stream_is_rejected_for_local_folders(
-    words: list[str], work_dir: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], work_dir: Path, capsys: Capture
 ) -> None:
     what, _, hint = error_lines(capsys, *words)
     assert (what, hint) == ("error: `--stream` has no effect", " hint: remove `--stream`")
 
 
-def test_sort_is_rejected_with_diff(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sort_is_rejected_with_diff(work_dir: Path, capsys: Capture) -> None:
     assert (
         error_lines(capsys, "inspect", "./m", "--diff", "./m", "--sort", "size")[0]
         == "error: `--sort size` has no effect"
@@ -111,9 +149,7 @@ def test_empty_mesh_in_library_call_is_rejected(work_dir: Path) -> None:
         save_init("./m", "out", progress=silent, mesh="")
 
 
-def test_empty_mesh_in_recipe_is_rejected(
-    work_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_empty_mesh_in_recipe_is_rejected(work_dir: Path, capsys: Capture) -> None:
     recipe = work_dir.parent / "recipe.toml"
     recipe.write_text(
         '[model]\npath = "m"\n[data]\ntype = "text"\npath = "a.txt"\nseq_length = 8\n[batch]\nsize = 1\n'
@@ -171,8 +207,291 @@ def test_minimum_memory_equals_the_hint() -> None:
 
 @pytest.mark.parametrize("option", [("--memory", "5"), ("--processes", "4")])
 def test_dry_run_rejects_invalid_options(
-    option: tuple[str, str], work_dir: Path, capsys: pytest.CaptureFixture[str]
+    option: tuple[str, str], work_dir: Path, capsys: Capture
 ) -> None:
     assert error_lines(capsys, "save-init", "./m", "--dry-run", *option)[0].startswith(
         f"error: `{' '.join(option)}` is "
     )
+
+
+# Options that are defined once: what the recorded command line and the commands derive from them
+
+
+COMMAND_FUNCTIONS = {command.name: command.function for command in COMMANDS}
+# The keyword options of the function of each command.
+OPTIONS_BY_COMMAND: dict[str, type] = {
+    "pad-vocab": PadVocabOptions,
+    "add-tokens": AddTokensOptions,
+    "remove-tokens": RemoveTokensOptions,
+    "save-init": SaveInitOptions,
+    "reshard": ReshardOptions,
+    "export": ExportOptions,
+    "merge": MergeOptions,
+}
+# Options of the Python functions that the commands do not have.
+ONLY_IN_PYTHON = {
+    "pad-vocab": {"step"},
+    "add-tokens": {"step"},
+    "remove-tokens": {"step"},
+    "save-init": {"step"},
+    "reshard": {"revision", "offline", "stream", "true_vocab"},
+    "export": {"revision", "offline", "stream"},
+    "merge": {"step"},
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            SaveInitOptions,
+            "--mesh 1,2,1 --rule a=mp --rule b=none --no-scan --scan-axis 1 --compress zstd"
+            " --pad-vocab 8 --init mean --seed 3 --true-vocab 5 --drop x --config c.json --untie"
+            " --dtype bfloat16",
+        ),
+        (
+            PadVocabOptions,
+            "--multiple 8 --size 9 --mesh 1,2,1 --init mean --seed 3 --true-vocab 5 --drop x"
+            " --config c.json --untie",
+        ),
+        (
+            ReshardOptions,
+            "--mesh 1,2,1 --rule a=mp --rule b=none --no-scan --scan-axis 1 --params-only"
+            " --compress zstd --true-vocab 5 --config c.json",
+        ),
+        (
+            ExportOptions,
+            "--dtype bfloat16 --layout easylm --keep-padding --shard-size 7 --true-vocab 5"
+            " --config c.json --ema",
+        ),
+    ],
+)
+def test_recorded_options_keep_their_order(options: type, line: str):
+    values = {
+        "mesh": "1,2,1",
+        "rules": ("a=mp", "b=none"),
+        "scan": False,
+        "scan_axis": 1,
+        "params_only": True,
+        "compress": "zstd",
+        "pad_vocab": "8",
+        "init": "mean",
+        "seed": 3,
+        "true_vocab": 5,
+        "drop": ("x",),
+        "config": "c.json",
+        "untie": True,
+        "dtype": "bfloat16",
+        "multiple": 8,
+        "size": 9,
+        "layout": "easylm",
+        "keep_padding": True,
+        "shard_size": 7,
+        "ema": True,
+        "memory": "1GiB",
+        "overwrite": True,
+        "allow_overflow": True,
+    }
+    assert format_command_line("x", "m", options, values) == f"prep x m {line}"
+
+
+@pytest.mark.parametrize("options", OPTIONS_BY_COMMAND.values(), ids=OPTIONS_BY_COMMAND)
+def test_defaults_are_not_recorded(options: type):
+    assert format_command_line("x", "m", options, with_defaults(options, {})) == "prep x m"
+
+
+@pytest.mark.parametrize("command", OPTIONS_BY_COMMAND)
+def test_commands_have_the_options_of_their_operation(command: str):
+    specs = option_specs(OPTIONS_BY_COMMAND[command])
+    parameters = inspect.signature(COMMAND_FUNCTIONS[command]).parameters
+    assert specs.keys() - parameters.keys() == ONLY_IN_PYTHON[command]
+
+
+def test_commands_define_no_options_of_their_own():
+    folder = Path(inspect.getfile(root)).parent
+    modules = [path.name for path in folder.glob("*.py") if "typer.Option(" in path.read_text()]
+    # The options of all commands, those made from TypedDicts, and `prep --version`.
+    assert sorted(modules) == ["option_groups.py", "root.py"]
+
+
+def test_required_option_has_no_default():
+    (tpu,) = [engine for engine in ENGINE_COMMANDS if engine.name == "tpu"]
+    parameters = inspect.signature(tpu.function).parameters
+    assert parameters["zone"].default is inspect.Parameter.empty
+    assert parameters["project"].default is None
+
+
+def test_new_option_needs_one_definition():
+    spec = option("N", "Convert the first N layers.", more="For a try.", default=3)
+    assert spec.flag_of("num_layers") == "--num-layers"
+    text = "`num_layers` (N): Convert the first N layers. For a try. Default: 3."
+    assert spec.reference("num_layers") == text
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (
+            option(None, "Skip checking.", flag="--no-verify", default=True),
+            "`verify`: If False, skip checking. Default: True.",
+        ),
+        (
+            flag("With --chain: take --strict links."),
+            "`verify`: Take `strict` links. Default: False.",
+        ),
+        (
+            option("FILE", "Read FILE. Repeatable.", default=()),
+            "`verify` (FILE): Read FILE. One or several.",
+        ),
+        (option("FILE", "Read FILE.", default=REQUIRED), "`verify` (FILE): Read FILE. Required."),
+    ],
+)
+def test_reference_of_option_names_arguments(spec: OptionSpec, text: str):
+    assert spec.reference("verify") == text
+
+
+# Errors and warnings name Python arguments for callers of the functions, and options for users of the commands
+
+
+def error_of(function: Callable[..., object], *args: object, **kwargs: object) -> PrepError:
+    """Return the error that a call raises."""
+    with pytest.raises(PrepError) as caught:
+        function(*args, **kwargs)
+    return caught.value
+
+
+def mesh_of_option() -> None:
+    """Resolve a mesh for more devices than there are, as `load_params` does."""
+    resolve_mesh(parse_mesh("1,1,8"), 4, origin=Option("mesh"))
+
+
+@pytest.mark.parametrize(
+    ("raise_error", "terminal", "python"),
+    [
+        (lambda: parse_mesh("1,64"), "`--mesh 1,64` has 2 axes", '`mesh="1,64"` has 2 axes'),
+        (
+            lambda: parse_mesh("1,64", Key("mesh")),
+            '`mesh = "1,64"` has 2 axes',
+            '`mesh = "1,64"` has 2 axes',
+        ),
+        (
+            lambda: merge_rules(["embd=fsdp"]),
+            "`--rule embd=fsdp`: unknown dim `embd`",
+            '`rules="embd=fsdp"`: unknown dim `embd`',
+        ),
+        (
+            lambda: merge_rules(["embd=fsdp"], origin=Key("rules")),
+            '`rules = ["embd=fsdp"]`: unknown dim `embd`',
+            '`rules = ["embd=fsdp"]`: unknown dim `embd`',
+        ),
+        (
+            lambda: parse_devices("v9:8"),
+            "`--devices v9:8`: unknown kind `v9`",
+            '`devices="v9:8"`: unknown kind `v9`',
+        ),
+        (
+            lambda: check_mutually_exclusive({"size": 8, "multiple": 4}),
+            "`--size 8` and `--multiple 4` exclude each other",
+            "`size=8` and `multiple=4` exclude each other",
+        ),
+    ],
+)
+def test_error_names_the_option_for_terminal_and_python(
+    raise_error: Callable[[], object], terminal: str, python: str
+):
+    error = error_of(raise_error)
+    assert error.rendered(TERMINAL).what == terminal
+    assert error.rendered(PYTHON).what == python
+
+
+@pytest.mark.parametrize(
+    ("raise_error", "terminal", "python"),
+    [
+        (lambda: parse_mesh(""), "`--mesh 1,64,4`", '`mesh="1,64,4"`'),
+        (mesh_of_option, "`--mesh 1,4,1`", '`mesh="1,4,1"`'),
+        (
+            lambda: resolve_mesh(parse_mesh("1,1,8"), 4),
+            "`--set mesh=1,4,1`",
+            '`overrides="mesh=1,4,1"`',
+        ),
+        (
+            lambda: merge_rules(["embed"]),
+            "`--rule 'kv_heads=mp|none'`",
+            '`rules="kv_heads=mp|none"`',
+        ),
+        (
+            lambda: parse_slice_counts("dp:-1"),
+            "`--set cluster.dcn_mesh=dp:2`",
+            '`overrides="cluster.dcn_mesh=dp:2"`',
+        ),
+        (lambda: parse_devices("v5p:0"), "`--devices v5p:256`", '`devices="v5p:256"`'),
+        (
+            lambda: check_mutually_exclusive({"size": 8, "multiple": 4}),
+            "pass only one of `--size`, `--multiple`",
+            "pass only one of `size`, `multiple`",
+        ),
+    ],
+)
+def test_hint_names_the_option_for_terminal_and_python(
+    raise_error: Callable[[], object], terminal: str, python: str
+):
+    error = error_of(raise_error)
+    assert error.rendered(TERMINAL).hint == terminal
+    assert error.rendered(PYTHON).hint == python
+
+
+def test_hint_names_the_command_for_terminal_and_python():
+    error = no_step_error("runs/a")
+    assert error.rendered(TERMINAL).hint == "`prep train RECIPE --out runs/a` continues it"
+    assert error.rendered(PYTHON).hint == '`prep.train("RECIPE", out="runs/a")` continues it'
+    assert ADAPTER_HINT.startswith("`prep merge ADAPTER BASE` adds")
+    assert ADAPTER_HINT.render(PYTHON).startswith('`prep.merge("ADAPTER", "BASE")` adds')
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path / "model", GPT_NEO, vocab_size=257)
+    return tmp_path / "model"
+
+
+def test_hint_for_an_existing_output_names_the_argument(model: Path, tmp_path: Path):
+    prep.save_init(model, tmp_path / "init")
+    error = error_of(prep.save_init, model, tmp_path / "init", mesh="1,2,1")
+    assert isinstance(error, prep.OutputExistsError)
+    assert error.hint == '`out="NAME"` or `overwrite=True`'
+
+
+def test_hint_for_an_existing_output_names_the_option(model: Path, tmp_path: Path, capsys: Capture):
+    prep.save_init(model, tmp_path / "init")
+    words = ["save-init", str(model), "--out", str(tmp_path / "init"), "--mesh", "1,2,1", "--json"]
+    main(words)
+    assert json.loads(capsys.readouterr().out)["error"]["hint"] == "`--out NAME` or `--overwrite`"
+
+
+def test_error_of_load_params_names_no_option(model: Path, tmp_path: Path):
+    init = prep.save_init(model, tmp_path / "init").path
+    error = error_of(prep.load_params, init, mesh="1,1,8")
+    assert '`prep.save_init("MODEL", mesh="1,1,8", pad_vocab="auto")`' in error.hint
+    assert error.hint.endswith("or with `rules` of `prep.save_init()`")
+    assert "--" not in str(error)
+
+
+def test_rule_in_a_hint_names_the_argument(tmp_path: Path):
+    make_checkpoint(tmp_path / "model", GPT_NEO, vocab_size=256)
+    error = error_of(prep.save_init, tmp_path / "model", tmp_path / "init", mesh="1,1,3")
+    assert "--" not in str(error)
+
+
+def test_warning_of_a_conversion_names_arguments(
+    model: Path, tmp_path: Path, monkeypatch: MonkeyPatch
+):
+    def open_with_warning(
+        common: CommonOptions, observer: Observer, *args: Any, **options: Any
+    ) -> tuple[LocatedCheckpoint, Source]:
+        rule = Option("rules", "kv_heads=none")
+        observer.warn(text("not split: {}, then {}", rule, Command("verify", "init")))
+        return open_checkpoint(common, observer, *args, **options)
+
+    monkeypatch.setattr(conversion, "open_checkpoint", open_with_warning)
+    (warning,) = prep.save_init(model, tmp_path / "init").warnings
+    assert warning == 'not split: `rules="kv_heads=none"`, then `prep.verify("init")`'
