@@ -1,25 +1,29 @@
-"""Commands on training checkpoints: runs, steps, and resharded steps."""
-
-# pyright: reportTypedDictNotRequiredAccess=false
-# The manifests of complete outputs have the keys that these tests read.
+"""Commands on training checkpoints: steps, optimizers and averages."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.formatting import format_bytes
+from prepcli.models.param_tree import Tree, flatten_tree
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.manifests import changed_manifest
-from tests.helpers.run_cli import run_ok
+from tests.helpers.optimizers import KEYS, make_optimizer
+from tests.helpers.run_cli import Capture, error_lines, run_json, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import (
+    FAMILY_CONFIGS,
     GPT2,
     GPT_NEO,
     LLAMA,
@@ -27,6 +31,7 @@ from tests.helpers.tiny_checkpoints import (
     read_tensors,
     same_bits,
 )
+from tests.helpers.training_folder import WORDS, make_training_folder, write_tokenizer
 from tests.helpers.training_states import (
     OPTIMIZER_SLOTS,
     TrainingState,
@@ -38,8 +43,11 @@ from tests.helpers.training_states import (
     save_steps,
 )
 from tests.prepcli.formats.test_orbax import run_orbax
-
-Capture = pytest.CaptureFixture[str]
+from tests.trainer.run.test_lora import LORA
+from tests.trainer.run.test_lora import read_leaves as read_step_leaves
+from trainer.nn.model_spec import ForwardConfig, model_from_manifest
+from trainer.training.optimizers import Optimizer
+from trainer.training.step import StepSetup, leaf_name, state_shapes
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +75,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def work_dir(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(made: Path, tmp_path: Path) -> Path:
     """Copy the shared checkpoints to a new working folder."""
-    monkeypatch.chdir(tmp_path)
     for name in ("m", "m-init", "tuned"):
         shutil.copytree(made / name, tmp_path / name)
     return tmp_path
@@ -93,14 +100,10 @@ STATES = [(base, *form) for base in BASES for form in (("float32", True), ("bflo
 
 
 @pytest.mark.parametrize(
-    ("base", "dtype", "tied"),
-    slow_except(STATES, [("llama", "bfloat16", False)]),
+    ("base", "dtype", "tied"), slow_except(STATES, [("llama", "bfloat16", False)])
 )
-def test_reshard_and_export_keep_all_values(
-    tmp_path: Path, monkeypatch, base: str, dtype: str, tied: bool
-):
+def test_reshard_and_export_keep_all_values(base: str, dtype: str, tied: bool):
     """Reshard to other meshes, without stacking, with layers on either axis, and back. Then export."""
-    monkeypatch.chdir(tmp_path)
     tensors = make_checkpoint(
         Path("m"), BASES[base], dtype, tied, hidden_size=64, num_heads=4, num_attention_heads=4
     )
@@ -334,3 +337,168 @@ def test_orbax_restores_a_step(work_dir: Path, storage: str):
 
 def test_orbax_v1_loads_an_init_and_a_step(made: Path) -> None:
     assert not run_orbax("v1-paths", made / "m-init", made / "tuned", made / "tuned" / "5")
+
+
+# The state of every optimizer moves with its parameters: to other meshes, and between stacked and single layers
+
+
+OPTIMIZER_BASES: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "gpt_neo": GPT_NEO,
+    "llama": LLAMA,
+    "mixtral": FAMILY_CONFIGS["mixtral"],
+}
+FREEZE = {"freeze": ("re:attn\\.[qk]", "embed.tokens"), "ema": 0.9, "moment_dtype": "bfloat16"}
+CASES = [(base, name, keys) for base in OPTIMIZER_BASES for name in KEYS for keys in ({}, FREEZE)]
+DEFAULT_CASES = [("gpt2", "adafactor", FREEZE)]
+
+
+def make_run(base: str, optimizer: Optimizer) -> TrainingState:
+    """Write an init and a run whose step has the leaves of an optimizer with random values, and return the state."""
+    make_checkpoint(
+        Path("m"), OPTIMIZER_BASES[base], hidden_size=64, num_heads=4, num_attention_heads=4
+    )
+    run_ok("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,1")
+    with open_reader(Path("m-init")) as reader:
+        setup = StepSetup(model_from_manifest(reader.manifest), ForwardConfig(), optimizer)
+    rng = np.random.default_rng(0)
+    state = {
+        leaf_name(path): np.asarray(100 * rng.standard_normal(leaf.shape)).astype(leaf.dtype)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state_shapes(setup))[0]
+    }
+    save_steps(Path("run"), Path("m-init"), {4: state}, mesh="1,1,4")
+    return state
+
+
+@pytest.mark.parametrize(("base", "name", "keys"), slow_except(CASES, DEFAULT_CASES))
+def test_reshard_keeps_every_optimizer(base: str, name: str, keys: dict[str, Any]):
+    """Reshard to other meshes, without stacking, with layers on either axis, and back."""
+    state = make_run(base, make_optimizer(name, **keys))
+    reshard_and_back()
+    assert same_state(read_state("r3"), state)
+    apart = read_state("r1")
+    for leaf, values in state.items():
+        before, found, after = leaf.partition(".layers.")
+        if found:
+            assert all(
+                same_bits(apart[f"{before}.layers.{i}.{after}"], value)
+                for i, value in enumerate(values)
+            )
+        else:
+            assert same_bits(apart[leaf], values)
+
+
+def test_statistics_have_a_chunk_per_layer():
+    make_run("llama", make_optimizer("adafactor"))
+    run_ok("reshard", "run", "--mesh", "1,2,4", "--out", "moved")
+    with open_reader(Path("moved")) as reader:
+        leaves, slots = reader.manifest["leaves"], reader.manifest["slots"]
+    chunks = {name: (leaf["shape"], leaf["chunk"]) for name, leaf in leaves.items()}
+    assert chunks["opt_state.rms.v_row.layers.mlp.up.weight"] == ([3, 48, 1], [1, 48, 1])
+    assert chunks["opt_state.rms.v_col.layers.mlp.up.weight"] == ([3, 1, 64], [1, 1, 64])
+    assert slots["opt_state.rms.v_row"]["/layers.2.mlp.up.weight"]["shape"] == [48, 1]
+    assert "opt_state.momentum.ema" in slots, "a complete slot has the names of the model's tensors"
+    assert "model.layers.2.mlp.up_proj.weight" in slots["opt_state.momentum.ema"]
+
+
+# `--ema`: the moving average of a run's parameters in place of the parameters, bit by bit
+
+
+@pytest.fixture
+def run_state() -> dict[str, np.ndarray]:
+    """Make the run `run`, and the run `averaged` with the averages of `run` as its parameters. Return the averages."""
+    state = make_run("llama", make_optimizer("adamw", ema=0.9))
+    prefix = "opt_state.ema."
+    averages = {
+        f"params.{name.removeprefix(prefix)}": leaf
+        for name, leaf in state.items()
+        if name.startswith(prefix)
+    }
+    save_steps(Path("averaged"), Path("m-init"), {4: state | averages}, mesh="1,1,4")
+    return averages
+
+
+def assert_equal_averages(params: Tree, averages: Mapping[str, np.ndarray]) -> None:
+    """Assert that parameters have the bits of the averages."""
+    leaves = {f"params.{path}": np.asarray(leaf) for path, leaf in flatten_tree(params).items()}
+    assert {*leaves} == {*averages}
+    assert all(same_bits(leaf, averages[name]) for name, leaf in leaves.items())
+
+
+def test_export_of_averages_equals_export_of_parameters(run_state: dict[str, np.ndarray]):
+    run_ok("export", "run", "--ema", "--out", "a")
+    run_ok("export", "averaged", "--out", "b")
+    names = sorted(path.name for path in Path("a").glob("*.safetensors"))
+    assert names
+    assert all(Path("a", name).read_bytes() == Path("b", name).read_bytes() for name in names)
+    run_ok("export", "run", "--out", "c")
+    assert Path("c", names[0]).read_bytes() != Path("a", names[0]).read_bytes()
+
+
+@pytest.mark.parametrize("mesh", [None, "1,2,4"])
+def test_load_params_reads_averages(run_state: dict[str, np.ndarray], mesh: str | None):
+    assert_equal_averages(prep.load_params("run", mesh, ema=True), run_state)
+
+
+def test_averages_of_resharded_run_load(run_state: dict[str, np.ndarray]):
+    """Layers on axis 1 are stacked on axis 0 while they are read."""
+    run_ok("reshard", "run", "--scan-axis", "1", "--out", "across")
+    assert_equal_averages(prep.load_params("across", "1,2,4", ema=True), run_state)
+
+
+def test_generate_computes_with_averages(run_state: dict[str, np.ndarray], capsys: Capture):
+    words = ("--tokens", "3,1,4", "--max-new-tokens", "4")
+    capsys.readouterr()
+    averaged = run_json(capsys, "generate", "averaged", *words)["tokens"]
+    assert run_json(capsys, "generate", "run", "--ema", *words)["tokens"] == averaged
+    assert run_json(capsys, "generate", "run", *words)["tokens"] != averaged
+
+
+def test_eval_computes_with_averages(run_state: dict[str, np.ndarray], capsys: Capture):
+    Path("words").mkdir()
+    write_tokenizer(Path("words"))
+    Path("text.txt").write_text(" ".join(WORDS))
+    words = ("--data", "text.txt", "--seq-length", "16", "--tokenizer", "words")
+    averaged = run_json(capsys, "eval", "averaged", *words)["loss"]
+    assert run_json(capsys, "eval", "run", "--ema", *words)["loss"] == averaged
+    assert run_json(capsys, "eval", "run", *words)["loss"] != averaged
+    assert (
+        prep.evaluate("run", "text.txt", seq_length=16, tokenizer="words", ema=True).loss
+        == averaged
+    )
+
+
+def test_checkpoints_without_averages_are_errors(capsys):
+    make_run("llama", make_optimizer("adamw", **FREEZE))
+    capsys.readouterr()
+    lines = error_lines(capsys, "export", "m-init", "--ema")
+    assert lines[0] == "error: m-init has no averaged parameters"
+    assert lines[2] == " hint: remove `--ema`"
+    lines = error_lines(capsys, "generate", "run", "--ema", "--tokens", "1")
+    assert lines[0] == "error: run has averages of some parameters only"
+
+
+def test_export_of_averaged_adapters_has_their_values():
+    make_training_folder()
+    recipe = Path("recipe.toml")
+    recipe.write_text(recipe.read_text() + LORA)
+    run_ok(
+        "train",
+        "recipe.toml",
+        "--set",
+        "train.steps=3",
+        "--set",
+        "optimizer.ema=0.5",
+        "--out",
+        "run",
+    )
+    run_ok("export", "run", "--ema", "--out", "adapter")
+    leaves = read_step_leaves(Path("run/3"))
+    exported = load_file("adapter/adapter_model.safetensors").values()
+    for prefix, is_exported in (("opt_state.ema.", True), ("params.", False)):
+        expected = [leaf for name, leaf in leaves.items() if name.startswith(prefix)]
+        values, other = (
+            np.sort(np.concatenate([leaf.ravel() for leaf in side]))
+            for side in (exported, expected)
+        )
+        assert np.array_equal(values, other) == is_exported

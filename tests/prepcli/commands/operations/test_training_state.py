@@ -1,23 +1,459 @@
-"""The training state of a step of prep, with the optimizer of the recipe in its manifest."""
+"""Training moves between prep and transformers' Trainer, with equal losses, and invalid states are refused."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import json
+import math
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.operations.training_state import read_training_state
-from prepcli.core.errors import OK, DamagedError
+from prepcli.commands.operations.options import ExportOptions, SaveInitOptions
+from prepcli.commands.operations.training_state import (
+    check_imported_state,
+    check_state_request,
+    read_training_state,
+)
+from prepcli.core.errors import OK, DamagedError, UsageError
+from prepcli.core.option_spec import with_defaults
+from prepcli.models.module_order import optimizer_groups
 from prepcli.models.param_tree import DecayRule
 from prepcli.planning.libraries import AdamSettings
 from prepcli.planning.manifest_fields import Manifest
+from prepcli.restore.item_reader import open_reader
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
+from prepcli.sources.source import Source, Wrapper
+from tests.helpers.lazy_modules import lazy_module
+from tests.helpers.object_server import use_objects
+from tests.helpers.other_trainers import (
+    HALF,
+    ROUNDING,
+    SETTINGS,
+    STEPS,
+    VISIBLE,
+    HFTraining,
+    make_folder,
+    train,
+)
+from tests.helpers.run_cli import MonkeyPatch, error_lines, run_ok
+from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import make_training_folder
+from tests.helpers.training_states import read_leaves, same_state
+
+torch = lazy_module("torch")
+transformers = lazy_module("transformers")
+
+
+@pytest.fixture(scope="module")
+def trained_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
+    """Train in prep, with a second run that stops in the middle, and with Trainer. Return the losses of prep."""
+    path = tmp_path_factory.mktemp("pair")
+    with contextlib.chdir(path):
+        make_folder()
+        losses = train("full")
+        train("half", stop_after=HALF)
+        run_ok("export", "half", "--training-state")
+        HFTraining("tiny", "hf").train()
+        run_ok("save-init", "hf/checkpoint-4", "--training-state", "--pad-vocab", "8",
+               "--mesh", "1,2,4", "--out", "from-hf")  # fmt: skip
+    return path, losses
+
+
+@pytest.fixture
+def folder(
+    trained_pair: tuple[Path, dict[int, float]], monkeypatch: MonkeyPatch
+) -> dict[int, float]:
+    """Work in the folder of the trained runs, and return the losses of prep."""
+    path, losses = trained_pair
+    monkeypatch.chdir(path)
+    return losses
+
+
+def differences(losses: dict[int, float], expected: dict[int, float]) -> list[float]:
+    """Return the differences of losses after the middle of the run."""
+    steps = range(HALF + 1, STEPS + 1)
+    return [abs(losses[step] - expected[step]) for step in steps]
+
+
+def test_trainer_resumes_a_run_of_prep(folder: dict[int, float]):
+    resumed = HFTraining("checkpoint-4", "hf-resumed").train("checkpoint-4")
+    assert list(resumed) == list(range(HALF + 1, STEPS + 1))
+    assert max(differences(resumed, folder)) < ROUNDING
+
+
+def test_trainer_without_moments_has_other_losses(folder: dict[int, float]):
+    shutil.copytree("checkpoint-4", "no-moments")
+    Path("no-moments/optimizer.pt").unlink()
+    resumed = HFTraining("no-moments", "hf-no-moments").train("no-moments")
+    assert max(differences(resumed, folder)) > VISIBLE
+
+
+def test_prep_continues_a_run_of_trainer(folder: dict[int, float]):
+    losses = train("continued", "model.path=from-hf", "model.training_state=true", "data.tokenizer=tiny")  # fmt: skip
+    assert min(losses) == HALF + 1
+    assert max(differences(losses, folder)) < ROUNDING
+
+
+def test_prep_continues_its_own_step_with_equal_bits(folder: dict[int, float]):
+    train("own", f"model.path=half/{HALF}", "model.training_state=true")
+    with open_reader(Path("own", str(STEPS))) as own, open_reader(Path("full", str(STEPS))) as full:
+        assert same_state(read_leaves(own), read_leaves(full))
+
+
+def test_cast_moments_are_named(folder: dict[int, float], capsys):
+    overrides = ("model.path=from-hf", "model.training_state=true", "data.tokenizer=tiny")
+    arguments = ["train", "recipe.toml", "--out", "cast", "--dry-run"]
+    for override in (*overrides, 'optimizer.moment_dtype="bfloat16"'):
+        arguments += ["--set", override]
+    assert main(arguments) == 0
+    warning = "24 leaves of from-hf are cast, e.g. opt_state.adam.mu.embed.tokens from float32 to bfloat16"
+    assert warning in " ".join(capsys.readouterr().err.split())
+
+
+def test_averages_of_one_side_are_named(folder: dict[int, float], capsys):
+    train("averaged", "optimizer.ema=0.9", stop_after=1)
+    start = ("--set", "model.training_state=true", "--set", "data.tokenizer=tiny", "--dry-run")
+    arguments = ("train", "recipe.toml", "--out", "next", *start)
+    assert main([*arguments, "--set", "model.path=averaged/1"]) == 0
+    warning = "12 leaves of averaged/1 are not used, e.g. opt_state.ema.embed.tokens"
+    assert warning in " ".join(capsys.readouterr().err.split())
+    ema = ("--set", "model.path=from-hf", "--set", "optimizer.ema=0.9")
+    lines = error_lines(capsys, *arguments, *ema)
+    assert lines[0] == "error: from-hf has no averages for `optimizer.ema`"
+    assert lines[2] == " hint: `--set optimizer.ema=0`"
+
+
+def test_prep_without_moments_has_other_losses(folder: dict[int, float]):
+    losses = train("fresh", "model.path=from-hf", "data.tokenizer=tiny")
+    assert abs(losses[2] - folder[HALF + 2]) > VISIBLE
+
+
+def test_moments_have_the_bits_of_the_run(folder: dict[int, float]):
+    state = torch.load("checkpoint-4/optimizer.pt", weights_only=True)
+    # The first parameter of `named_parameters` is the embedding. Its padding is taken off.
+    with open_reader(Path("half", str(HALF))) as reader:
+        leaves = read_leaves(reader)
+    for entry, slot in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
+        stored = leaves[f"opt_state.adam.{slot}.embed.tokens"][:131]
+        assert state["state"][0][entry].numpy().tobytes() == stored.tobytes()
+    assert state["state"][0]["step"].item() == HALF
+
+
+def test_settings_equal_those_that_trainer_writes(folder: dict[int, float]):
+    ours = torch.load("checkpoint-4/optimizer.pt", weights_only=True)["param_groups"]
+    theirs = torch.load("hf/checkpoint-4/optimizer.pt", weights_only=True)["param_groups"]
+    for own, other in zip(ours, theirs, strict=True):
+        # The implementation is a choice of the machine.
+        assert own | {"fused": True} == other
+    ours = torch.load("checkpoint-4/scheduler.pt", weights_only=True)
+    assert ours == torch.load("hf/checkpoint-4/scheduler.pt", weights_only=True)
+
+
+def test_round_trip_changes_no_bit(folder: dict[int, float]):
+    run_ok("export", "from-hf", "--training-state", "--out", "back")
+    run_ok("verify", "back", "from-hf")
+    ours = torch.load("back/optimizer.pt", weights_only=True)["state"]
+    theirs = torch.load("hf/checkpoint-4/optimizer.pt", weights_only=True)["state"]
+    assert ours.keys() == theirs.keys()
+    for number, entry in ours.items():
+        for name, tensor in entry.items():
+            assert torch.equal(tensor, theirs[number][name])
+    run_ok("save-init", "checkpoint-4", "--training-state", "--pad-vocab", "8", "--out", "again")
+    run_ok("verify", "again", f"half/{HALF}")
+
+
+def test_verify_finds_a_changed_moment(folder: dict[int, float], capsys):
+    shutil.copytree("checkpoint-4", "damaged")
+    path = Path("damaged/optimizer.pt")
+    content = bytearray(path.read_bytes())
+    moment = torch.load(path, weights_only=True)["state"][3]["exp_avg"].numpy().tobytes()
+    content[content.index(moment)] ^= 1
+    path.write_bytes(content)
+    assert main(["verify", "damaged"]) == 1
+    out, err = capsys.readouterr()
+    assert "opt_state.adam.mu" in out + err
+
+
+def test_manifest_names_what_is_not_converted(folder: dict[int, float]):
+    record = json.loads(Path("from-hf/prep-manifest.json").read_text())["training_state"]
+    assert record["left_out"] == ["rng_state.pth", "training_args.bin", "scheduler.pt"]
+    assert record["optimizer"] | SETTINGS == record["optimizer"] | {"lr": SETTINGS["lr"]}
+
+
+def test_other_weight_decay_in_the_recipe_is_named(folder: dict[int, float]):
+    """Trainer has no weight decay for norms. A recipe may."""
+    train("norms", 'optimizer.decay_include=["re:norm"]', stop_after=1)
+    for name, options in (("norms-hf", ()), ("norms-dcp", ("--format", "dcp"))):
+        run_ok("export", "norms", "--training-state", *options, "--out", name)
+        record = json.loads(Path(name, "prep-manifest.json").read_text())["training_state"]
+        assert record["left_out"][-1].startswith(
+            "weight decay of 7 parameters, e.g. model.layers.0"
+        )
+    record = json.loads(Path("checkpoint-4/prep-manifest.json").read_text())["training_state"]
+    assert record["left_out"] == ["rng_state.pth", "training_args.bin"]
+
+
+def test_missing_moments_of_an_export_are_damage(folder: dict[int, float], capsys):
+    shutil.copytree("checkpoint-4", "no-optimizer")
+    Path("no-optimizer/optimizer.pt").unlink()
+    assert "no-optimizer is damaged" in error_lines(capsys, "verify", "no-optimizer")[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("export", "tiny-init", "--training-state"), "tiny-init has no training state"),
+        (("export", "half", "--training-state", "--dtype", "bfloat16"), "is not supported with"),
+        (("export", "half", "--training-state", "--layout", "easylm"), "is not supported with"),
+        (("save-init", "tiny", "--training-state"), "tiny has no training state"),
+        (
+            ("save-init", "hf/checkpoint-4", "--training-state", "--layers", "1"),
+            "not supported with",
+        ),
+    ],
+)
+def test_contradicting_requests_are_errors(
+    folder: dict[int, float], capsys, arguments: tuple[str, ...], message: str
+):
+    assert message in error_lines(capsys, *arguments, "--out", "never")[0]
+    assert not Path("never").exists()
+
+
+# Training states of Trainer in other forms: FSDP, tied heads, other weight decay, and invalid ones
+
+
+STEP = 5
+State = dict[str, Any]
+Change = Callable[[State], object]
+
+
+@pytest.fixture
+def state() -> State:
+    """Write the model `tiny` with a trainer_state.json, and return a state of AdamW for it."""
+    shapes = {name: t.shape for name, t in make_checkpoint(Path("tiny"), LLAMA, "float32").items()}
+    Path("tiny/trainer_state.json").write_text(json.dumps({"global_step": STEP}))
+    groups = optimizer_groups("llama", shapes)
+    entries: dict[int, Any] = {}
+    for number, name in enumerate(groups.numbered):
+        moment = torch.full(tuple(shapes[name]), float(number))
+        entries[number] = {
+            "step": torch.tensor(float(STEP)),
+            "exp_avg": moment,
+            "exp_avg_sq": moment + 0.5,
+        }
+    settings = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8}
+    num_decayed = len(groups.decayed)
+    return {
+        "state": entries,
+        "param_groups": [
+            settings | {"weight_decay": 0.1, "params": list(range(num_decayed))},
+            settings | {"weight_decay": 0.0, "params": list(range(num_decayed, len(entries)))},
+        ],
+    }
+
+
+def import_state(state: State, out: str) -> None:
+    """Write optimizer.pt and convert it."""
+    torch.save(state, "tiny/optimizer.pt")
+    run_ok("save-init", "tiny", "--training-state", "--out", out)
+
+
+def moment_leaves(out: str) -> dict[str, np.ndarray]:
+    """Return all leaves of a step."""
+    with open_reader(Path(out)) as reader:
+        return read_leaves(reader)
+
+
+def left_out(out: str) -> list[str]:
+    """Return the recorded parts without a counterpart."""
+    return json.loads(Path(out, "prep-manifest.json").read_text())["training_state"]["left_out"]
+
+
+def test_names_of_fsdp_are_read(state: State):
+    """FSDP saves the names of the parameters in place of numbers, in any order."""
+    import_state(state, "numbered")
+    names = optimizer_groups("llama", make_checkpoint(Path("again"), LLAMA, "float32")).numbered
+    for group in state["param_groups"]:
+        group["params"] = [names[number] for number in reversed(group["params"])]
+    state["state"] = {names[number]: entry for number, entry in state["state"].items()}
+    import_state(state, "named")
+    numbered = moment_leaves("numbered")
+    named = moment_leaves("named")
+    assert named.keys() == numbered.keys()
+    assert all(np.array_equal(named[name], numbered[name]) for name in named)
+
+
+def test_stored_tied_head_needs_no_moments(state: State):
+    """PyTorch files have a tied head twice."""
+    config = json.loads(Path("tiny/config.json").read_text())
+    Path("tiny/config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    arrays = make_checkpoint(Path("again"), LLAMA, "float32")
+    tensors = {name: torch.tensor(array) for name, array in arrays.items()}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    for path in Path("tiny").glob("*.safetensors*"):
+        path.unlink()
+    torch.save(tensors, "tiny/pytorch_model.bin")
+    names = optimizer_groups("llama", tensors).numbered
+    head = names.index("lm_head.weight")
+    del state["state"][head]
+    state["state"] = dict(enumerate(state["state"].values()))
+    num_decayed = len(state["param_groups"][0]["params"]) - 1
+    state["param_groups"][0]["params"] = list(range(num_decayed))
+    state["param_groups"][1]["params"] = list(range(num_decayed, len(state["state"])))
+    import_state(state, "tied")
+    leaves = moment_leaves("tied")
+    assert "opt_state.adam.mu.embed.tokens" in leaves
+    assert not any("head" in name for name in leaves)
+
+
+def test_other_weight_decay_is_named(state: State):
+    import_state(state, "as-trainer")
+    assert left_out("as-trainer") == []
+    state["param_groups"][1]["weight_decay"] = 0.1
+    import_state(state, "everything")
+    (entry,) = left_out("everything")
+    assert entry.startswith("weight decay of 7 parameters, e.g. model.layers.0.input_layernorm")
+
+
+def test_step_number_of_trainer_is_not_copied(state: State):
+    import_state(state, "out")
+    assert not Path("out/hf/trainer_state.json").exists()
+
+
+def set_groups(**fields: Any) -> Change:
+    """Return the change of fields in both groups."""
+    return lambda state: [group.update(fields) for group in state["param_groups"]]
+
+
+def set_tensor_lr(state: State) -> None:
+    set_groups(lr=torch.tensor(1e-3))(state)
+
+
+def set_steps(value: Any) -> Change:
+    """Return the change of the number of updates of all parameters."""
+    return lambda state: [
+        entry.update(step=torch.tensor(value)) for entry in state["state"].values()
+    ]
+
+
+INVALID: dict[str, tuple[Change, str]] = {
+    "no groups": (lambda state: state.update(param_groups=[1]), "is no state of an optimizer"),
+    "no parameters": (set_groups(params=None), "is no state of an optimizer"),
+    "no betas": (set_groups(betas=None), "b1 is not a number"),
+    "three betas": (set_groups(betas=(0.9, 0.9, 0.9)), "b1 is not a number"),
+    "tensor lr": (set_tensor_lr, "lr is not a number"),
+    "amsgrad": (set_groups(amsgrad=True), "amsgrad is set"),
+    "Adam": (set_groups(decoupled_weight_decay=False), "part of the gradient"),
+    "other eps": (
+        lambda state: state["param_groups"][1].update(eps=1e-6),
+        "eps is 1e-08 and 1e-06",
+    ),
+    "step nan": (set_steps(math.nan), "nan updates"),
+    "step inf": (set_steps(math.inf), "inf updates"),
+    "half a step": (set_steps(2.5), "2.5 updates"),
+    "large step": (set_steps(1e12), "1e+12 updates"),
+    "two steps": (set_steps([0.0, 0.0]), "must have one element"),
+    "no step": (set_steps([]), "must have one element"),
+    "unused entry": (lambda state: state["state"].update({99: {}}), "has the key 99"),
+    "integers": (
+        lambda state: state["state"][0].update(exp_avg=state["state"][0]["exp_avg"].long()),
+        "is int64, and must be a float",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_states_are_errors(state: State, capsys, name: str):
+    change, message = INVALID[name]
+    change(state)
+    torch.save(state, "tiny/optimizer.pt")
+    lines = error_lines(capsys, "save-init", "tiny", "--training-state", "--out", "never")
+    assert message in " ".join(lines)
+    assert not Path("never").exists()
+
+
+@pytest.mark.parametrize("step", [True, -1, 1 << 31, "5", None])
+def test_invalid_step_of_trainer_is_an_error(state: State, capsys, step: object):
+    torch.save(state, "tiny/optimizer.pt")
+    Path("tiny/trainer_state.json").write_text(json.dumps({"global_step": step}))
+    lines = error_lines(capsys, "save-init", "tiny", "--training-state", "--out", "never")
+    assert "trainer_state.json is broken" in lines[0]
+
+
+def test_long_log_of_trainer_is_read(state: State):
+    """A trainer_state.json of 100,000 logged steps has more than 16 MiB."""
+    log = [{"loss": 1.0, "text": "x" * 4096}] * 5000
+    Path("tiny/trainer_state.json").write_text(
+        json.dumps({"global_step": STEP, "log_history": log})
+    )
+    import_state(state, "out")
+    assert json.loads(Path("out/prep-manifest.json").read_text())["step"] == STEP
+
+
+def test_state_of_trainer_is_read_from_a_bucket(state: State, monkeypatch, capsys):
+    import_state(state, "step")
+    uploaded: dict[str, bytes] = {}
+    for path in Path("tiny").iterdir():
+        uploaded[f"bucket/tiny/{path.name}"] = path.read_bytes()
+    with use_objects(monkeypatch, uploaded) as store:
+        run_ok("save-init", "gs://bucket/tiny", "--training-state", "--out", "streamed")
+        run_ok("export", "step", "--training-state", "--out", "gs://bucket/out")
+        run_ok("verify", "gs://bucket/out", "step")
+        # The optimizer is in one file with the moments of all layers.
+        key = "bucket/out/optimizer.pt"
+        content = bytearray(store.objects[key])
+        moment = state["state"][3]["exp_avg"].numpy().tobytes()
+        content[content.index(moment)] ^= 1
+        store.store(key, bytes(content))
+        capsys.readouterr()
+        assert main(["verify", "gs://bucket/out"]) == 1
+    streamed = moment_leaves("streamed")
+    local = moment_leaves("step")
+    assert all(np.array_equal(streamed[name], local[name]) for name in local)
+
+
+def test_uneven_vocabulary_is_padded_with_its_moments(state: State, capsys):
+    """`prep pad-vocab` would write the parameters without their moments."""
+    torch.save(state, "tiny/optimizer.pt")
+    arguments = ("save-init", "tiny", "--training-state", "--mesh", "1,1,4")
+    lines = " ".join(error_lines(capsys, *arguments, "--out", "never"))
+    assert "vocabulary 131 cannot be split" in lines
+    assert "prep pad-vocab" not in lines
+    run_ok(*arguments, "--pad-vocab", "auto", "--out", "padded")
+    assert len(moment_leaves("padded")["opt_state.adam.mu.embed.tokens"]) == 132
+
+
+def multimodal_source(name: str, *, training_state: bool) -> Source:
+    """Open a checkpoint, and declare it a part of a multimodal model."""
+    source = open_source(locate(name), training_state=training_state)
+    return replace(source, wrapper=Wrapper({"model_type": "llava"}, source.config))
+
+
+def test_export_of_a_multimodal_state_proposes_the_text_part(state: State):
+    import_state(state, "step")
+    source = multimodal_source("step", training_state=False)
+    with pytest.raises(UsageError, match="not supported for multimodal models") as caught:
+        check_state_request(with_defaults(ExportOptions, {}), source)
+    assert caught.value.hint == "`--text-only` leaves them out"
+
+
+def test_import_of_a_multimodal_state_is_refused(state: State):
+    torch.save(state, "tiny/optimizer.pt")
+    source = multimodal_source("./tiny", training_state=True)
+    with pytest.raises(UsageError, match="not supported for multimodal models"):
+        check_imported_state(with_defaults(SaveInitOptions, {}), source)
+
+
+# The training state of a step of prep, with the optimizer of the recipe in its manifest
+
 
 OVERRIDES = (
     "train.steps=2",
@@ -33,20 +469,22 @@ OVERRIDES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def own_folder() -> None:
-    """Stay in the folder of the module's fixture."""
-
-
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with contextlib.chdir(tmp_path_factory.mktemp("run")):
+def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run")
+    with contextlib.chdir(path):
         make_training_folder()
         words = ["train", "recipe.toml", "--out", "run", "-q"]
         for override in OVERRIDES:
             words += ["--set", override]
         assert main(words) == OK
-        yield Path("run")
+    return path
+
+
+@pytest.fixture
+def run(recorded_run: Path, monkeypatch: MonkeyPatch) -> Path:
+    monkeypatch.chdir(recorded_run)
+    return Path("run")
 
 
 def test_state_of_a_run_has_the_optimizer_of_its_recipe(run: Path):

@@ -1,7 +1,4 @@
-"""Training moves between prep and Levanter: TensorStore reads the leaves of optax, and Levanter itself continues it.
-
-`PREP_LEVANTER_PYTHON` names a Python with Levanter 0.2.20.
-"""
+"""Training moves between prep, Levanter and Tunix."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
+import prepcli as prep
+from prepcli.commands.cli.main import main
 from prepcli.commands.operations.training_state import read_training_state
 from prepcli.models.module_order import optimizer_groups
 from prepcli.planning.libraries import LEVANTER
@@ -28,6 +28,7 @@ from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.levanter_trees import TREES, Leaves, read_levanter, write_levanter
+from tests.helpers.object_server import use_objects
 from tests.helpers.other_trainers import (
     BATCH,
     HALF,
@@ -38,32 +39,27 @@ from tests.helpers.other_trainers import (
     VISIBLE,
     WARMUP,
     make_folder,
+    relative_rate,
     token_ids,
     train,
     train_elsewhere,
 )
-from tests.helpers.run_cli import error_lines, run_ok
+from tests.helpers.run_cli import MonkeyPatch, error_lines, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, read_tensors
 from tests.helpers.training_states import read_leaves, same_state
 
 torch = lazy_module("torch")
-
 LAYOUTS = ("levanter", "levanter-unscanned")
 EMA = 0.9
 # Levanter decays neither norms nor embeddings.
 RECIPE = (f"optimizer.ema={EMA}", "optimizer.clip_norm=1.0", "optimizer.decay_embeddings=false")
-MODEL = "model."
+MODEL_ROOT = "model."
 ADAM = "opt_state.inner_state.1."
 AVERAGES = "model_averaging.model."
 
 
-@pytest.fixture(autouse=True)
-def own_folder() -> None:
-    """Stay in the folder of the module's fixture."""
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Iterator[None]:
+def levanter_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train to the middle of the run, and export the state."""
     path = tmp_path_factory.mktemp("levanter")
     with contextlib.chdir(path):
@@ -71,7 +67,13 @@ def folder(tmp_path_factory) -> Iterator[None]:
         train("half", *RECIPE, stop_after=HALF)
         for layout in LAYOUTS:
             run_ok("export", "half", "--training-state", "--layout", layout, "--out", layout)
-        yield
+    return path
+
+
+@pytest.fixture
+def levanter_folder(levanter_runs: Path, monkeypatch: MonkeyPatch) -> None:
+    """Work in the folder of the trained runs."""
+    monkeypatch.chdir(levanter_runs)
 
 
 def leaves_below(leaves: Mapping[str, np.ndarray], root: str) -> Leaves:
@@ -107,24 +109,26 @@ def optax_paths(params: Mapping[str, np.ndarray], clip_norm: float) -> set[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_moments_have_the_leaves_of_levanter(folder: None, layout: str):
+def test_moments_have_the_leaves_of_levanter(levanter_folder: None, layout: str):
     leaves = read_levanter(Path(layout))
     for entry, slot in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
         expected = TREES[layout](moments_by_name("half")[entry], LLAMA)
-        assert same_state(leaves_below(leaves, f"{ADAM}{slot}."), leaves_below(expected, MODEL))
+        assert same_state(
+            leaves_below(leaves, f"{ADAM}{slot}."), leaves_below(expected, MODEL_ROOT)
+        )
 
 
-def test_tree_of_the_optimizer_is_that_of_optax(folder: None):
+def test_tree_of_the_optimizer_is_that_of_optax(levanter_folder: None):
     leaves = read_levanter(Path("levanter"))
-    params = leaves_below(leaves, MODEL)
+    params = leaves_below(leaves, MODEL_ROOT)
     written = {path for path in leaves if path.startswith("opt_state.")}
     assert written == optax_paths(params, 1.0)
-    others = leaves.keys() - written - {f"{MODEL}{path}" for path in params}
+    others = leaves.keys() - written - {f"{MODEL_ROOT}{path}" for path in params}
     assert {path for path in others if not path.startswith(AVERAGES)} == {"step", "training_key"}
 
 
-def test_tree_without_clipping_is_that_of_optax(folder: None):
-    params = leaves_below(read_levanter(Path("levanter")), MODEL)
+def test_tree_without_clipping_is_that_of_optax(levanter_folder: None):
+    params = leaves_below(read_levanter(Path("levanter")), MODEL_ROOT)
     state = read_training_state(open_source(locate("half")))
     assert LEVANTER.state is not None
     assert LEVANTER.state.optax is not None
@@ -136,7 +140,7 @@ def test_tree_without_clipping_is_that_of_optax(folder: None):
     assert {path for path in paths if path.startswith("opt_state.")} == optax_paths(params, 0.0)
 
 
-def test_counters_have_the_values_of_the_step(folder: None):
+def test_counters_have_the_values_of_the_step(levanter_folder: None):
     leaves = read_levanter(Path("levanter"))
     counts = [path for path in leaves if path.endswith("count")]
     assert len(counts) == 3
@@ -147,7 +151,7 @@ def test_counters_have_the_values_of_the_step(folder: None):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_round_trip_changes_no_bit(folder: None, layout: str):
+def test_round_trip_changes_no_bit(levanter_folder: None, layout: str):
     run_ok("verify", layout, f"half/{HALF}")
     out = f"{layout}-back"
     run_ok("save-init", layout, "--training-state", "--pad-vocab", "8",
@@ -156,7 +160,7 @@ def test_round_trip_changes_no_bit(folder: None, layout: str):
         assert same_state(read_leaves(moved), read_leaves(original))
 
 
-def test_verify_finds_a_changed_random_key(folder: None, capsys):
+def test_verify_finds_a_changed_random_key(levanter_folder: None, capsys):
     """The leaf is no part of the training state in prep."""
     shutil.copytree("levanter", "changed")
     path = max(Path("changed/d").iterdir(), key=lambda path: path.stat().st_size)
@@ -167,7 +171,7 @@ def test_verify_finds_a_changed_random_key(folder: None, capsys):
     assert "changed is damaged" in error_lines(capsys, "verify", "changed")[0]
 
 
-def test_export_names_what_levanter_does_not_have(folder: None):
+def test_export_names_what_levanter_does_not_have(levanter_folder: None):
     record = json.loads(Path("levanter/prep-manifest.json").read_text())["training_state"]
     assert record["left_out"] == ["random state", "settings of the optimizer"]
 
@@ -187,7 +191,7 @@ def left_out(source: str, out: str) -> list[str]:
     return json.loads(Path(out, "prep-manifest.json").read_text())["training_state"]["left_out"]
 
 
-def test_import_names_what_prep_does_not_have(folder: None):
+def test_import_names_what_prep_does_not_have(levanter_folder: None):
     """A run with `skip_bad_steps` has skipped two steps. MARS has a third slot of moments."""
     write_state("plain", {})
     assert left_out("plain", "plain-step") == ["training_key", "settings of the optimizer"]
@@ -219,7 +223,7 @@ def test_import_names_what_prep_does_not_have(folder: None):
     assert (fields["step"], fields["training_state"]["updates"]) == (HALF + 2, HALF)
 
 
-def test_import_names_other_leaves_of_averages(folder: None):
+def test_import_names_other_leaves_of_averages(levanter_folder: None):
     zeros = np.zeros(3, np.float32)
     write_state("averages", {f"{AVERAGES}value_head": zeros, "model_averaging.decay": zeros[0]})
     assert left_out("averages", "averages-step")[:2] == [
@@ -231,7 +235,7 @@ def test_import_names_other_leaves_of_averages(folder: None):
 @pytest.mark.parametrize(
     ("leaf", "value"), [("step", np.int32(-1)), ("opt_state.count", np.float32(np.nan))]
 )
-def test_invalid_counter_is_an_error(folder: None, capsys, leaf: str, value: np.generic):
+def test_invalid_counter_is_an_error(levanter_folder: None, capsys, leaf: str, value: np.generic):
     write_state("invalid", {leaf: np.asarray(value)})
     capsys.readouterr()
     lines = error_lines(
@@ -250,7 +254,7 @@ def test_invalid_counter_is_an_error(folder: None, capsys, leaf: str, value: np.
         (f"{AVERAGES}transformer.norm.weight", "has no opt_state.ema of model.norm.weight"),
     ],
 )
-def test_incomplete_state_is_an_error(folder: None, capsys, removed: str, message: str):
+def test_incomplete_state_is_an_error(levanter_folder: None, capsys, removed: str, message: str):
     write_state("incomplete", {}, removed)
     capsys.readouterr()
     lines = error_lines(
@@ -259,7 +263,7 @@ def test_incomplete_state_is_an_error(folder: None, capsys, removed: str, messag
     assert message in " ".join(lines)
 
 
-def test_state_with_more_updates_than_steps_is_refused(folder: None, capsys):
+def test_state_with_more_updates_than_steps_is_refused(levanter_folder: None, capsys):
     """The learning rates of prep and Adam's count would differ."""
     write_state("early", {"step": np.array(HALF - 1, np.int32)})
     capsys.readouterr()
@@ -270,7 +274,7 @@ def test_state_with_more_updates_than_steps_is_refused(folder: None, capsys):
     assert f"step {HALF - 1}, and its moments have {HALF} updates" in lines[1]
 
 
-def test_model_without_moments_is_refused(folder: None, capsys):
+def test_model_without_moments_is_refused(levanter_folder: None, capsys):
     run_ok("export", "half", "--layout", "levanter", "--out", "no-state")
     capsys.readouterr()
     lines = error_lines(capsys, "save-init", "no-state", "--training-state", "--out", "never")
@@ -306,7 +310,7 @@ def continue_in_levanter(exported: str, name: str, **changes: Any) -> dict[int, 
 
 @pytest.mark.slow
 @pytest.mark.skipif("PREP_LEVANTER_PYTHON" not in os.environ, reason="needs Levanter")
-def test_levanter_and_prep_continue_each_other(folder: None):
+def test_levanter_and_prep_continue_each_other(levanter_folder: None):
     np.save("steps.npy", token_ids().reshape(STEPS, BATCH, SEQ_LENGTH))
     expected = train("full", *RECIPE)
     later = {step: expected[step] for step in range(HALF + 1, STEPS + 1)}
@@ -327,3 +331,230 @@ def test_levanter_and_prep_continue_each_other(folder: None):
     averages = read_tensors(Path("full-averages"))
     for name, values in read_tensors(Path("continued-averages")).items():
         np.testing.assert_allclose(values, averages[name], atol=1e-5)
+
+
+# Training moves between prep and Tunix: Orbax restores both items of a step, and Tunix itself continues it
+
+
+STEP = Path("out", str(HALF))
+# The rotary base of Tunix is fixed.
+TUNIX_MODEL = LLAMA | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "tie_word_embeddings": False,
+}
+# optax decays all parameters without a mask.
+TUNIX_RECIPE = ('optimizer.decay_include=["re:."]',)
+# Settings without a counterpart in Tunix.
+OTHER_SETTINGS = ("optimizer.ema=0.9", "optimizer.clip_norm=0.5")
+
+
+@pytest.fixture(scope="module")
+def tunix_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train to the middle of the run, and export the state."""
+    path = tmp_path_factory.mktemp("tunix")
+    with contextlib.chdir(path):
+        make_folder(TUNIX_MODEL)
+        train("half", *TUNIX_RECIPE, *OTHER_SETTINGS, stop_after=HALF)
+        run_ok("export", "half", "--training-state", "--layout", "tunix", "--out", "out")
+    return path
+
+
+@pytest.fixture
+def tunix_folder(tunix_runs: Path, monkeypatch: MonkeyPatch) -> None:
+    """Work in the folder of the trained runs."""
+    monkeypatch.chdir(tunix_runs)
+
+
+def restore_items(step: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Restore both items of a step with Orbax."""
+    checkpointer = ocp.PyTreeCheckpointer()
+    items = (step.absolute() / name for name in ("model_params", "optimizer_state"))
+    params, state = map(checkpointer.restore, items)
+    return params, state
+
+
+def test_orbax_restores_the_state_of_optax(tunix_folder: None):
+    """The tree is that of the optimizer in Tunix, in an `nnx.State`."""
+    params, state = restore_items(STEP)
+    optimizer = optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)(
+        learning_rate=optax.constant_schedule(1e-3)
+    )
+    expected: set[str] = {"step.value"}
+    for path, _ in jax.tree_util.tree_leaves_with_path(optimizer.init(params)):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        expected.add(f"opt_state.{name.removesuffix('.value')}.value")
+    written: set[str] = set()
+    for path, _ in jax.tree_util.tree_leaves_with_path(state):
+        written.add(jax.tree_util.keystr(path, simple=True, separator="."))
+    assert written == expected
+
+
+def test_counters_and_settings_have_the_values_of_the_run(tunix_folder: None):
+    _, state = restore_items(STEP)
+    optimizer = state["opt_state"]
+    adam = optimizer["inner_state"]["0"]
+    schedule = optimizer["hyperparams_states"]["learning_rate"]
+    for entry in (state["step"], optimizer["count"], schedule["count"], adam["count"]):
+        assert entry["value"] == HALF
+    assert state["step"]["value"].dtype == np.uint32
+    for name in ("b1", "b2", "eps", "weight_decay"):
+        assert optimizer["hyperparams"][name]["value"] == np.float32(SETTINGS[name])
+
+
+def test_moments_have_the_bits_of_the_run(tunix_folder: None):
+    _, state = restore_items(STEP)
+    with open_reader(Path("half", str(HALF))) as reader:
+        leaves = read_leaves(reader)
+    for slot in ("mu", "nu"):
+        moments = state["opt_state"]["inner_state"]["0"][slot]
+        for layer in range(LLAMA["num_hidden_layers"]):
+            up = moments["layers"][str(layer)]["mlp"]["up_proj"]["kernel"]["value"]
+            stored = leaves[f"opt_state.adam.{slot}.layers.mlp.up.weight"][layer]
+            assert np.array_equal(up, stored) or np.array_equal(up, stored.T)
+
+
+def test_round_trip_with_tunix_changes_no_bit(tunix_folder: None):
+    run_ok("verify", "out")
+    run_ok("save-init", "out", "--training-state", "--pad-vocab", "8",
+           "--mesh", "1,2,4", "--out", "back")  # fmt: skip
+    with open_reader(Path("back")) as moved, open_reader(Path("half", str(HALF))) as original:
+        leaves = read_leaves(original)
+        kept = {n: leaf for n, leaf in leaves.items() if not n.startswith("opt_state.ema.")}
+        assert kept.keys() < leaves.keys()
+        assert same_state(read_leaves(moved), kept)
+    assert prep.export(
+        "half", "out", training_state=True, layout="tunix"
+    ).already_done  # both items are complete
+
+
+def test_skipped_steps_move_in_both_directions(tunix_folder: None, capsys):
+    """Tunix counts updates only, so the manifest has the number of the step."""
+    run_ok("export", "half", "--training-state", "--out", "skipped")
+    # Without its manifest, the folder is one of Trainer, which counts skipped steps.
+    Path("skipped/prep-manifest.json").unlink()
+    Path("skipped/trainer_state.json").write_text(json.dumps({"global_step": HALF + 2}))
+    assert main(["save-init", "skipped", "--training-state", "--out", "skipped-step"]) == 0
+    assert f"training state of step {HALF + 2} and update {HALF}" in capsys.readouterr().err
+    run_ok(
+        "export", "skipped-step", "--training-state", "--layout", "tunix", "--out", "skipped-out"
+    )
+    run_ok("verify", "skipped-out", "skipped-step")
+    run_ok("save-init", "skipped-out", "--training-state", "--out", "skipped-back")
+    with open_reader(Path("skipped-back")) as moved, open_reader(Path("skipped-step")) as original:
+        assert same_state(read_leaves(moved), read_leaves(original))
+
+
+def test_half_of_a_step_is_damaged(tunix_folder: None, capsys):
+    shutil.copytree("out", "one-item")
+    shutil.rmtree(Path("one-item", str(HALF), "optimizer_state"))
+    assert "one-item" in error_lines(capsys, "verify", "one-item")[0]
+
+
+def test_changed_value_of_the_state_item_is_found(tunix_folder: None):
+    shutil.copytree("out", "changed")
+    _, state = restore_items(STEP)
+    moment = state["opt_state"]["inner_state"]["0"]["mu"]["lm_head"]["w"]["value"].tobytes()
+    data_files = Path("changed", str(HALF), "optimizer_state", "d").iterdir()
+    path = max(data_files, key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[content.index(moment)] ^= 1
+    path.write_bytes(content)
+    assert main(["verify", "changed"]) == 1
+
+
+def test_parameters_alone_are_read_from_a_step(tunix_folder: None):
+    shutil.copytree(STEP, "by-tunix/4", ignore=shutil.ignore_patterns("hf"))
+    run_ok("save-init", "./by-tunix", "--config", "tiny", "--pad-vocab", "8", "--out", "parameters")
+    with open_reader(Path("parameters")) as moved, open_reader(Path("half", str(HALF))) as original:
+        state = read_leaves(original)
+        params = {name: leaf for name, leaf in state.items() if name.startswith("params.")}
+        assert same_state(read_leaves(moved), params)
+
+
+def test_two_items_are_written_to_a_bucket(tunix_folder: None, monkeypatch, tmp_path: Path):
+    with use_objects(monkeypatch) as store:
+        run_ok(
+            "export", "half", "--training-state", "--layout", "tunix", "--out", "gs://bucket/out"
+        )
+        for name, content in store.objects.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    step = next(tmp_path.rglob(f"out/{HALF}"))
+    for ours, theirs in zip(restore_items(step), restore_items(STEP), strict=True):
+        assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
+
+
+def test_export_names_what_tunix_does_not_have(tunix_folder: None, capsys):
+    record = json.loads(Path("out/prep-manifest.json").read_text())["training_state"]
+    assert record["left_out"] == [
+        "opt_state.ema",
+        "random state",
+        "mask of weight decay",
+        "clipping to the norm 0.5",
+    ]
+    assert main(["verify", "out", "half"]) == 0
+    assert "opt_state.ema of half" in capsys.readouterr().err
+
+
+def test_import_from_tunix_names_what_prep_does_not_have(tunix_folder: None):
+    """A run with `gradient_accumulation_steps` has `optax.MultiSteps` around the optimizer."""
+    params, state = restore_items(STEP)
+    inner = state["opt_state"]["inner_state"]
+    zeros = jax.tree.map(np.zeros_like, params)
+    accumulated = {
+        "mini_step": {"value": np.array(1, np.int32)},
+        "gradient_step": {"value": np.array(HALF, np.int32)},
+        "inner_opt_state": inner,
+        "acc_grads": zeros,
+    }
+    batches = {"value": np.array(2 * HALF + 1, np.uint32)}
+    checkpointer = ocp.PyTreeCheckpointer()
+    step = Path("accumulated", str(HALF)).absolute()
+    checkpointer.save(step / "model_params", params)
+    state = {"opt_state": accumulated, "step": batches, "rng": np.zeros(2, np.uint32)}
+    checkpointer.save(step / "optimizer_state", state)
+    run_ok("save-init", "./accumulated", "--training-state", "--config", "tiny", "--drop", "rng",
+           "--out", "step")  # fmt: skip
+    fields = json.loads(Path("step/prep-manifest.json").read_text())
+    assert (fields["step"], fields["training_state"]["updates"]) == (HALF, HALF)
+    assert fields["training_state"]["left_out"] == [
+        "opt_state.acc_grads",
+        "opt_state.mini_step",
+        "settings of the optimizer",
+    ]
+
+
+def continue_in_tunix(exported: str, name: str, **changes: Any) -> dict[int, float]:
+    """Take steps in Tunix from a step, save the folder NAME, and return the losses."""
+    request = {
+        "config": "tiny/config.json",
+        "exported": str(Path(exported).absolute()),
+        "content": "state",
+        "ids": "steps.npy",
+        "first": HALF + 1,
+        "last": STEPS,
+        "rates": [SETTINGS["lr"] * relative_rate(step) for step in range(STEPS + 1)],
+        "adam": {key: SETTINGS[key] for key in ("b1", "b2", "eps", "weight_decay")},
+    }
+    return train_elsewhere("tunix", name, request | changes)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("PREP_TUNIX_PYTHON" not in os.environ, reason="needs Tunix")
+def test_tunix_and_prep_continue_each_other(tunix_folder: None):
+    np.save("steps.npy", token_ids().reshape(STEPS, BATCH, SEQ_LENGTH))
+    expected = train("full", *TUNIX_RECIPE)
+    train("first", *TUNIX_RECIPE, stop_after=HALF)
+    run_ok("export", "first", "--training-state", "--layout", "tunix", "--out", "first-out")
+    later = {step: expected[step] for step in range(HALF + 1, STEPS + 1)}
+    losses = continue_in_tunix("first-out", "from-prep")
+    assert losses == pytest.approx(later, abs=ROUNDING)
+    fresh = continue_in_tunix("first-out", "fresh", content="state without moments")
+    assert max(abs(fresh[step] - later[step]) for step in later) > VISIBLE
+    run_ok("export", "tiny", "--layout", "tunix", "--out", "start")
+    continue_in_tunix("start", "trained", content="model", first=1, last=HALF)
+    run_ok("save-init", "./trained", "--training-state", "--config", "tiny", "--pad-vocab", "8",
+           "--mesh", "1,2,4", "--out", "from-tunix")  # fmt: skip
+    continued = ("model.path=from-tunix", "data.tokenizer=tiny", "model.training_state=true")
+    assert train("continued", *TUNIX_RECIPE, *continued) == pytest.approx(later, abs=ROUNDING)
