@@ -19,7 +19,7 @@ from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
-from tests.prepcli.commands.operations.test_format_matrix import make_formats, make_torch_formats
+from tests.prepcli.commands.operations.test_families import make_formats, make_torch_formats
 
 TORCH = ("bin", "meta")
 KINDS = ("hf", "init", "init-zstd", "unscanned", "hf-flax", "easylm", "zarr3", *TORCH)

@@ -14,7 +14,7 @@ from prepcli.sources.side_files import resolve_small_file
 from tests.helpers.run_cli import run_failing, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
-from tests.prepcli.commands.operations.test_mistral_sources import write_native
+from tests.prepcli.commands.operations.test_wrapped import write_native
 
 FORMATS = ("safetensors", "mistral", "hf-flax", "easylm", "maxtext")
 

@@ -1,8 +1,9 @@
-"""Experts as files on the hub store them: each layout has the logits of transformers, and returns bit for bit."""
+"""Experts as files on the hub store them, and exports under the names of their model."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,17 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import prepcli as prep
+from prepcli.commands.cli.main import main
 from prepcli.commands.testing.tiny_model import model_logits, tiny_transformer
+from prepcli.core.errors import FAILED
+from tests.helpers.fused_experts import fuse_experts
 from tests.helpers.lazy_modules import lazy_module
-from tests.helpers.run_cli import error_lines, run_ok
+from tests.helpers.run_cli import Capture, MonkeyPatch, error_lines, run_ok
 from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_checkpoints import GROUPED_QUERY, assert_same, make_checkpoint, read_tensors
 
 torch = lazy_module("torch")
 transformers = lazy_module("transformers")
-
 LOGITS_ATOL = 2e-5
 TOKENS = [1, 5, 9, 20, 33, 2, 7]
 WIDTH = 32
@@ -56,7 +60,6 @@ VISION = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
 }
-
 Tensors = dict[str, np.ndarray]
 
 
@@ -180,8 +183,7 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _work_dir(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
@@ -247,9 +249,7 @@ def test_text_only_writes_experts_as_the_text_class_reads_them(mlp: int):
     np.testing.assert_allclose(logits, expected, rtol=0, atol=LOGITS_ATOL)
 
 
-def test_text_only_compares_transposed_experts_with_their_digests(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_text_only_compares_transposed_experts_with_their_digests(capsys: Capture):
     make_model(CASES["transposed 24"])
     run_ok("save-init", "./m")
     run_ok("export", "m-init", "--out", "back")
@@ -267,7 +267,7 @@ def test_text_only_compares_transposed_experts_with_their_digests(
     assert not Path("text").exists()
 
 
-def test_transposed_experts_of_another_family_are_refused(capsys: pytest.CaptureFixture[str]):
+def test_transposed_experts_of_another_family_are_refused(capsys: Capture):
     """No published file of DeepSeek-V3 has fused experts with other dims: the order of gate and up is unknown."""
     case = CASES["separate, shared"]
     make_model(Case(case.model, case.fields, transposed))
@@ -278,7 +278,7 @@ def test_transposed_experts_of_another_family_are_refused(capsys: pytest.Capture
     assert not Path("m-init").exists()
 
 
-def test_transposed_experts_of_one_tensor_are_refused(capsys: pytest.CaptureFixture[str]):
+def test_transposed_experts_of_one_tensor_are_refused(capsys: Capture):
     make_model(CASES["fused 24"])
     path = Path("m/model.safetensors")
     tensors = load_file(path)
@@ -287,3 +287,77 @@ def test_transposed_experts_of_one_tensor_are_refused(capsys: pytest.CaptureFixt
     save_file(tensors, path)
     lines = error_lines(capsys, "save-init", "./m")
     assert f"{name} has shape [4, 24, 32], expected [4, 32, 24]" in lines[1]
+
+
+# Exports for other libraries have digests under the names of their model: without prefix, or with fused experts
+
+
+LLAMA = GROUPED_QUERY | {"model_type": "llama", "tie_word_embeddings": True}
+NUM_EXPERTS = 3
+EXPERT_MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": GROUPED_QUERY | {"model_type": "mixtral", "num_local_experts": NUM_EXPERTS},
+    "qwen3_moe": GROUPED_QUERY
+    | {
+        "model_type": "qwen3_moe",
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
+}
+
+
+def write_base_model() -> dict[str, np.ndarray]:
+    """Write a LLaMA without head to the folder `model`. Its names have no prefix."""
+    tensors = make_checkpoint(Path("whole"), LLAMA, "bfloat16", tied=True)
+    base = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    return write_model(base)
+
+
+def write_fused_experts(model_type: str) -> dict[str, np.ndarray]:
+    """Write a model to the folder `model` with one tensor for the gate and up matrices of all experts of a layer."""
+    tensors = make_checkpoint(Path("whole"), EXPERT_MODELS[model_type], "bfloat16")
+    return write_model(fuse_experts(tensors, model_type))
+
+
+def write_model(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Write tensors and the config of the folder `whole` to the folder `model`."""
+    Path("model").mkdir()
+    shutil.copy("whole/config.json", "model")
+    save_file(tensors, "model/model.safetensors")
+    return tensors
+
+
+def check_way_back(tensors: dict[str, np.ndarray]) -> None:
+    """Check the digests of the folder `out`, and convert it back."""
+    assert prep.verify("out")
+    assert prep.verify("out", "./model")
+    run_ok("export", "out", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+
+
+@pytest.mark.parametrize("layout", ["easylm", "levanter", "torchtitan"])
+def test_base_model_has_digests_and_returns(layout: str):
+    tensors = write_base_model()
+    run_ok("export", "./model", "--layout", layout, "--out", "out")
+    check_way_back(tensors)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model_type"), [("maxtext", "mixtral"), ("torchtitan", "qwen3_moe")]
+)
+def test_fused_experts_have_digests_and_return(layout: str, model_type: str):
+    tensors = write_fused_experts(model_type)
+    run_ok("export", "./model", "--layout", layout, "--out", "out")
+    check_way_back(tensors)
+
+
+def test_damage_of_a_base_model_stops_the_way_back(capsys: Capture):
+    tensors = write_base_model()
+    run_ok("export", "./model", "--layout", "levanter", "--out", "out")
+    data = max(Path("out/d").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[content.index(tensors["norm.weight"].tobytes())] ^= 1
+    data.write_bytes(content)
+    assert main(["save-init", "out", "--out", "init", "-q"]) == FAILED
+    assert "norm.weight in out is damaged" in capsys.readouterr().err
+    assert not Path("init").exists()

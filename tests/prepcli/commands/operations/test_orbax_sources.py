@@ -1,4 +1,4 @@
-"""Orbax checkpoints of other programs as sources: storage forms, trees, and the location of the config."""
+"""Orbax checkpoints of other programs as sources, and `--source-layout`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from prepcli.commands.cli.main import main
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import read_item
 from prepcli.formats.orbax_chunks import WrittenChunk, unplaced_array
-from prepcli.planning.arrays import Array
 from prepcli.restore import item_reader
 from prepcli.sources.openers import orbax_item
+from tests.helpers.levanter_trees import TREES as LEVANTER_TREES
+from tests.helpers.levanter_trees import write_levanter
+from tests.helpers.native_trees import array_metas, expected_leaves
 from tests.helpers.orbax_items import write_metadata
-from tests.helpers.run_cli import exported_tensors
+from tests.helpers.run_cli import Capture, MonkeyPatch, error_lines, exported_tensors, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import (
     GPT_NEO,
+    GROUPED_QUERY,
     LLAMA,
     assert_same,
     make_checkpoint,
@@ -31,15 +34,9 @@ from tests.helpers.tiny_checkpoints import (
     same_bits,
 )
 from tests.helpers.zarr_items import STORAGE_FORMS, StorageForm, write_zarr_item
-from tests.prepcli.commands.operations.test_restore import expected_leaves
 
 MODELS = {"gpt_neo": GPT_NEO, "llama": LLAMA}
 ZSTD = StorageForm(codec_names=("zstd",))
-
-
-@pytest.fixture(autouse=True)
-def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def run_prep(*words: str, code: int = 0) -> None:
@@ -69,19 +66,6 @@ def flax_leaves(family: str, tensors: dict[str, np.ndarray]) -> dict[str, np.nda
         else:
             leaves[f"{stem}.kernel"] = np.ascontiguousarray(tensor.T)
     return leaves
-
-
-def array_metas(
-    leaves: dict[str, np.ndarray], root: str = "", pieces: int = 1
-) -> dict[Array, np.ndarray]:
-    """Return each leaf with array metadata for `pieces` chunks along its first and last axes."""
-    metas = {}
-    for name, leaf in leaves.items():
-        ends = {0, leaf.ndim - 1}
-        chunk = tuple(-(-n // pieces) if axis in ends else n for axis, n in enumerate(leaf.shape))
-        path = tuple(f"{root}{name}".split("."))
-        metas[unplaced_array(path, leaf.shape, leaf.dtype.name, chunk)] = leaf
-    return metas
 
 
 def check_conversions(source: str, tensors: dict[str, np.ndarray], *more: str) -> None:
@@ -158,7 +142,7 @@ def test_redco_checkpoint_converts(tmp_path: Path, family: str, pieces: int):
     assert not (tmp_path / "init/hf/info.json").exists()
 
 
-def test_training_state_is_dropped_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_training_state_is_dropped_with_a_note(tmp_path: Path, capsys: Capture):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
     leaves = native_leaves(LLAMA, tensors, True, 0)
     state = {"step": np.array(3, np.int32)} | {
@@ -205,20 +189,20 @@ def test_config_is_found_near_the_item(tmp_path: Path, place: str):
     ]
 
 
-def test_orbax_without_config_gets_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_orbax_without_config_gets_a_hint(tmp_path: Path, capsys: Capture):
     write_zarr_item(tmp_path / "item", array_metas({"w": np.ones((3, 4), np.float32)}), ZSTD)
     run_prep("save-init", "./item", "--no-verbatim", code=1)
     assert "--config FOLDER" in capsys.readouterr().err
 
 
-def test_orbax_tree_of_other_model_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_orbax_tree_of_other_model_is_rejected(tmp_path: Path, capsys: Capture):
     make_checkpoint(tmp_path / "model", LLAMA)
     write_zarr_item(tmp_path / "item", array_metas({"w": np.ones((3, 4), np.float32)}), ZSTD)
     run_prep("save-init", "./item", "--config", "./model", code=1)
     assert "has no known layout" in capsys.readouterr().err
 
 
-def test_missing_leaf_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_missing_leaf_is_named(tmp_path: Path, capsys: Capture):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
     leaves = native_leaves(LLAMA, tensors, True, 0)
     del leaves["layers.attn.q.weight"]
@@ -227,7 +211,7 @@ def test_missing_leaf_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "model.layers.0.self_attn.q_proj.weight" in capsys.readouterr().err
 
 
-def test_damaged_chunk_stops_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_damaged_chunk_stops_conversion(tmp_path: Path, capsys: Capture):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
     write_zarr_item(
         tmp_path / "item",
@@ -242,7 +226,7 @@ def test_damaged_chunk_stops_conversion(tmp_path: Path, capsys: pytest.CaptureFi
     assert not (tmp_path / "init").exists()
 
 
-def test_changed_inline_source_is_detected(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_changed_inline_source_is_detected(tmp_path: Path, capsys: Capture):
     def item(tensors: dict[str, np.ndarray]) -> None:
         shutil.rmtree(tmp_path / "item", ignore_errors=True)
         form = StorageForm(codec_names=("zstd",), max_inline_nbytes=1 << 20)
@@ -258,7 +242,7 @@ def test_changed_inline_source_is_detected(tmp_path: Path, capsys: pytest.Captur
     assert "from a source that has changed since" in capsys.readouterr().err
 
 
-def test_many_files_are_read_with_few_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_many_files_are_read_with_few_open(tmp_path: Path, monkeypatch: MonkeyPatch):
     for module in (orbax_item, item_reader):
         monkeypatch.setattr(module, "MAX_OPEN_FILES", 3)
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
@@ -273,7 +257,7 @@ def test_many_files_are_read_with_few_open(tmp_path: Path, monkeypatch: pytest.M
             assert same_bits(array, leaf)
 
 
-def test_inspect_reads_foreign_orbax_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_inspect_reads_foreign_orbax_tree(tmp_path: Path, capsys: Capture):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
     write_zarr_item(
         tmp_path / "item", array_metas(native_leaves(LLAMA, tensors, True, 0), "params.", 2), ZSTD
@@ -300,3 +284,120 @@ def test_chunks_in_descending_order_are_loaded(tmp_path: Path):
     write_metadata(tmp_path / "item", [meta], chunks, [name])
     params = prep.load_params("./item", dtype="keep", verbatim=True)
     np.testing.assert_array_equal(np.asarray(params["w"]), array)
+
+
+# `--source-layout`: the layout of a tree to read, named by the user
+
+
+GROUPED_LLAMA = GROUPED_QUERY | {"model_type": "llama"}
+
+
+@pytest.fixture
+def levanter_step() -> None:
+    tensors = make_checkpoint(Path("model"), GROUPED_LLAMA)
+    write_levanter(Path("step-3"), LEVANTER_TREES["levanter"](tensors, GROUPED_LLAMA), 3)
+
+
+LAYOUT = ("--source-layout", "levanter")
+CONFIG = ("--config", "model")
+
+
+@pytest.mark.usefixtures("levanter_step")
+@pytest.mark.parametrize("command", ["save-init", "reshard"])
+def test_named_layout_is_read(command: str):
+    options = ("--mesh", "1,1,1") if command == "reshard" else ()
+    run_ok(command, "./step-3", *CONFIG, *LAYOUT, *options, "--out", "init")
+    run_ok("verify", "init", "./model")
+    assert_same(exported_tensors("init"), read_tensors(Path("model")))
+
+
+@pytest.mark.usefixtures("levanter_step")
+def test_export_reads_one_layout_and_writes_another():
+    run_ok("export", "./step-3", *CONFIG, *LAYOUT, "--layout", "easylm", "--out", "out")
+    run_ok("export", "out", "--source-layout", "easylm", "--out", "back")
+    assert_same(read_tensors(Path("back")), read_tensors(Path("model")))
+
+
+@pytest.mark.usefixtures("levanter_step")
+def test_verify_reads_the_first_checkpoint_in_the_layout():
+    run_ok("verify", "./step-3", "./model", *CONFIG, *LAYOUT)
+
+
+@pytest.mark.usefixtures("levanter_step")
+def test_inspect_shows_the_tensors_of_the_model(capsys: Capture):
+    run_ok("inspect", "./step-3", *CONFIG, *LAYOUT)
+    assert "model.layers.2.self_attn.q_proj.weight" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("levanter_step")
+@pytest.mark.parametrize("command", ["save-init", "reshard", "export", "verify", "inspect"])
+def test_contradicting_layout_is_refused(command: str, capsys: Capture):
+    options = ("--mesh", "1,1,1") if command == "reshard" else ()
+    words = (*CONFIG, "--source-layout", "tunix", *options)
+    lines = error_lines(capsys, command, "./step-3", *words)
+    assert lines[0] == "error: `--source-layout tunix` contradicts ./step-3"
+    assert lines[-1].endswith("`--source-layout levanter`")
+
+
+@pytest.mark.usefixtures("levanter_step")
+def test_unknown_layout_lists_those_of_the_family(capsys: Capture):
+    lines = error_lines(capsys, "save-init", "./step-3", *CONFIG, "--source-layout", "levnter")
+    assert lines[0] == "error: `--source-layout levnter` is unknown for llama"
+    text = " ".join(" ".join(lines).split())
+    assert "its layouts are native, hf-flax, easylm, easylm-scanned, tunix, maxtext" in text
+    assert "did you mean `levanter`?" in text
+
+
+@pytest.mark.usefixtures("levanter_step")
+def test_layout_of_a_hugging_face_folder_is_refused(capsys: Capture):
+    lines = error_lines(capsys, "save-init", "./model", *LAYOUT, "--out", "init")
+    assert lines[0] == "error: `--source-layout levanter` contradicts ./model"
+    assert not Path("init").exists()
+
+
+@pytest.mark.usefixtures("levanter_step")
+def test_recorded_layout_is_compared(capsys: Capture):
+    run_ok("export", "./model", "--layout", "tunix", "--out", "out")
+    run_ok("save-init", "out", "--source-layout", "tunix", "--out", "init")
+    capsys.readouterr()
+    lines = error_lines(capsys, "save-init", "out", *LAYOUT, "--out", "other")
+    assert lines[1].endswith("its manifest records the layout tunix")
+    lines = error_lines(capsys, "export", "init", *LAYOUT, "--out", "other")
+    assert lines[1].endswith("its manifest records the layout native")
+
+
+@pytest.mark.usefixtures("levanter_step")
+def test_layout_without_a_config_is_refused(capsys: Capture):
+    lines = error_lines(capsys, "save-init", "./step-3", *LAYOUT, "--out", "init")
+    assert lines[0] == "error: `--source-layout levanter` has no effect for ./step-3"
+    assert "`--config FOLDER`" in lines[-1]
+    assert not Path("init").exists()
+
+
+@pytest.mark.usefixtures("levanter_step")
+@pytest.mark.parametrize("option", [("--verbatim",), ("--map", "names.map")])
+def test_layout_of_own_names_is_refused(option: tuple[str, ...], capsys: Capture):
+    Path("names.map").write_text("norm.weight: embed <- model.transformer.norm.weight: embed\n")
+    words = ("./step-3", *CONFIG, *LAYOUT, *option, "--out", "init")
+    lines = error_lines(capsys, "save-init", *words)
+    assert lines[0] == "error: `--source-layout levanter` has no effect for ./step-3"
+    assert lines[-1].endswith("remove `--source-layout`")
+
+
+@pytest.mark.usefixtures("levanter_step")
+def test_layout_is_part_of_the_recorded_request():
+    run_ok("save-init", "./step-3", *CONFIG, *LAYOUT, "--out", "init")
+    assert "--source-layout levanter" in Path("init/prep-manifest.json").read_text()
+
+
+@pytest.mark.usefixtures("levanter_step")
+def test_names_of_torchtitan_are_forced_or_excluded(capsys: Capture):
+    run_ok("export", "./model", "--layout", "torchtitan", "--out", "out")
+    Path("out/prep-manifest.json").unlink()
+    run_ok("export", "./out", "--source-layout", "torchtitan", "--out", "back")
+    assert_same(read_tensors(Path("back")), read_tensors(Path("model")))
+    capsys.readouterr()
+    lines = error_lines(capsys, "export", "./out", "--source-layout", "hf", "--out", "other")
+    assert "tok_embeddings.weight" in " ".join(lines)
+    lines = error_lines(capsys, "export", "./out", *LAYOUT, "--out", "other")
+    assert lines[0] == "error: `--source-layout levanter` is unknown for DCP"

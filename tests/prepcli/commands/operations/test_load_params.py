@@ -1,4 +1,4 @@
-"""The modules of Flax, and the trees of Flax classes, compared with prep's own forward pass and export."""
+"""Parameters in memory: modules of Flax, `save_params`, and `load_params` of checkpoints without a family."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 import prepcli as prep
+from prepcli.commands.testing.checkpoints import read_checkpoint
+from prepcli.core.errors import PrepError
 from prepcli.models.param_tree import Tree, flatten_tree
 from prepcli.models.registry import FAMILIES
+from prepcli.models.verbatim import CANNOT_TRAIN
+from tests.helpers.run_cli import MonkeyPatch, run_ok
 from tests.helpers.slow_cases import slow_except
+from tests.helpers.stored_tensors import StoredTensor, write_safetensors
 from tests.helpers.tiny_checkpoints import ALL_CONFIGS, GPT_NEO, LLAMA, make_checkpoint
 from trainer.nn import transformer
 
@@ -211,10 +217,169 @@ def test_modules_reject_unusable_arguments(model: Path):
         prep.nnx_model(model, **options)
 
 
-def test_modules_without_flax_name_the_extra(model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_modules_without_flax_name_the_extra(model: Path, monkeypatch: MonkeyPatch):
     for name in [name for name in sys.modules if name.startswith("trainer.flax_modules")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "flax", None)
     with pytest.raises(prep.PrepError, match="flax is not installed") as caught:
         prep.nnx_model(model)
     assert caught.value.hint == "`pip install 'prepcli[flax]'`"
+
+
+# `save_params`: parameters in memory, written as a checkpoint
+
+
+def test_save_params_of_a_checkpoint_verify_against_it(model: Path, tmp_path: Path):
+    params = prep.load_params(model, "2,2,2")
+    out = prep.save_params(params, tmp_path / "init", like=model)
+    assert prep.verify(out).is_equal  # with its own digests
+    assert prep.verify(out, model).ignored_padding_rows == 1
+    assert (out / "hf" / "tokenizer_config.json").read_bytes() == (
+        model / "tokenizer_config.json"
+    ).read_bytes()
+    assert [path.name for path in tmp_path.glob("*.partial")] == []
+
+
+def test_save_params_writes_changed_values(model: Path, tmp_path: Path):
+    params = prep.load_params(model)
+    params["final_norm"]["scale"] = np.full(32, 3, np.float32)
+    out = prep.save_params(params, tmp_path / "init", like=model)
+    tensors, before = (
+        read_checkpoint(prep.export(out, tmp_path / "out").path),
+        read_checkpoint(model),
+    )
+    assert (tensors.pop("transformer.ln_f.weight") == 3).all()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(tensor, before[name])
+
+
+def test_save_params_like_a_saved_checkpoint_keeps_the_dtype(tmp_path: Path):
+    make_checkpoint(tmp_path / "model", LLAMA)
+    first = prep.save_init(tmp_path / "model", tmp_path / "init", mesh="1,4,2", pad_vocab="auto")
+    params = prep.load_params(first.path, "1,4,2", dtype="bfloat16")
+    out = prep.save_params(params, tmp_path / "saved", like=first.path)
+    assert {tensor.dtype for tensor in prep.inspect(out).tensors} == {"bfloat16"}
+    again = prep.load_params(out, "1,4,2", dtype="bfloat16")
+    np.testing.assert_array_equal(again["head"]["weight"], params["head"]["weight"])
+    assert again["head"]["weight"].shape == (132, 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "removed", "why"),
+    [
+        ({}, "embed", "the tree has no embed.tokens"),
+        ({}, "final_norm", "the tree has no final_norm.bias"),
+        ({"head": {"weight": np.ones((131, 32))}}, "", "the model has no head.weight"),
+        (
+            {"final_norm": {"scale": np.ones(3), "bias": np.ones(32)}},
+            "",
+            r"final_norm.scale has shape \(3,\), not",
+        ),
+        (
+            {"embed": {"tokens": np.ones((130, 32)), "positions": np.ones((64, 32))}},
+            "",
+            r"embed.tokens has shape",
+        ),
+    ],
+)
+def test_save_params_of_another_model_is_an_error(
+    model: Path, tmp_path: Path, changes: Tree, removed: str, why: str
+):
+    params = {
+        name: value
+        for name, value in (prep.load_params(model) | changes).items()
+        if name != removed
+    }
+    with pytest.raises(prep.PrepError, match=f"the parameters do not match .*model - {why}"):
+        prep.save_params(params, tmp_path / "init", like=model)
+    assert not (tmp_path / "init").exists()
+
+
+def test_save_params_does_not_replace_a_folder(model: Path):
+    with pytest.raises(prep.OutputExistsError, match="already exists"):
+        prep.save_params(prep.load_params(model), model, like=model)
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32"])
+def test_load_params_keeps_the_stored_dtype(tmp_path: Path, stored: str):
+    make_checkpoint(tmp_path / "model", GPT_NEO, stored)
+    params = prep.load_params(tmp_path / "model", dtype="keep")
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {stored}
+
+
+def test_load_params_refuses_a_dtype_without_support(tmp_path: Path):
+    make_checkpoint(tmp_path / "model", GPT_NEO, "float64")
+    with pytest.raises(prep.UsageError, match="is stored in float64, and JAX computes in 32 bits"):
+        prep.load_params(tmp_path / "model", dtype="keep")
+
+
+# `load_params` of checkpoints without a family: values, dtypes, shardings and NumPy arrays
+
+
+VALUES = np.arange(24, dtype=np.float32).reshape(4, 6)
+
+
+def stored(values: np.ndarray, code: str) -> StoredTensor:
+    return code, values.shape, values.tobytes()
+
+
+@pytest.fixture
+def verbatim_model() -> None:
+    """Write a model with stacked layers, integers, 64-bit tensors and fp8 to the working folder."""
+    tensors: dict[str, StoredTensor] = {}
+    for layer in range(3):
+        tensors[f"h.{layer}.w"] = stored((VALUES + layer).astype(ml_dtypes.bfloat16), "BF16")
+    tensors["ids"] = stored(np.arange(5, dtype=np.int64) << 40, "I64")
+    tensors["packed"] = stored(np.arange(8, dtype=np.uint8), "U8")
+    tensors["wide"] = stored(VALUES.astype(np.float64) / 3, "F64")
+    tensors["fp8"] = stored(VALUES.astype(ml_dtypes.float8_e4m3fn), "F8_E4M3")
+    tensors["none"] = ("F32", (0, 3), b"")
+    Path("m").mkdir()
+    write_safetensors(Path("m/model.safetensors"), tensors)
+    Path("m/config.json").write_text('{"model_type": "unheard_of"}')
+
+
+@pytest.mark.usefixtures("verbatim_model")
+@pytest.mark.parametrize("source", ["m", "m-init", "unstacked"])
+def test_leaves_have_names_and_values_of_the_file(source: str):
+    if source != "m":
+        run_ok(
+            "save-init", "./m", "--out", source, *(["--no-scan"] if source == "unstacked" else [])
+        )
+    tree: dict[str, Any] = prep.load_params(f"./{source}", dtype="keep")
+    assert tree.keys() == {"h.*.w", "ids", "packed", "wide", "fp8", "none"}
+    expected = np.stack([VALUES, VALUES + 1, VALUES + 2]).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(np.asarray(tree["h.*.w"]), expected)
+    assert isinstance(tree["ids"], np.ndarray)
+    np.testing.assert_array_equal(tree["ids"], np.arange(5, dtype=np.int64) << 40)
+    assert isinstance(tree["wide"], np.ndarray)
+    np.testing.assert_array_equal(tree["wide"], VALUES.astype(np.float64) / 3)
+    assert tree["packed"].dtype == np.uint8
+    assert tree["fp8"].dtype == ml_dtypes.float8_e4m3fn
+    assert tree["none"].shape == (0, 3)
+
+
+@pytest.mark.usefixtures("verbatim_model")
+def test_dtype_casts_floating_point_leaves_only():
+    tree: dict[str, Any] = prep.load_params("./m", dtype="float32")
+    assert tree["h.*.w"].dtype == tree["wide"].dtype == np.float32
+    np.testing.assert_array_equal(
+        np.asarray(tree["wide"]), (VALUES.astype(np.float64) / 3).astype(np.float32)
+    )
+    assert (tree["packed"].dtype, tree["ids"].dtype) == (np.uint8, np.int64)
+
+
+@pytest.mark.usefixtures("verbatim_model")
+def test_mesh_splits_leaves_by_size():
+    tree: dict[str, Any] = prep.load_params("./m", "2,2,2", dtype="keep")
+    shards = tree["h.*.w"].addressable_shards
+    assert [shard.data.shape for shard in shards] == [(3, 2, 3)] * 8
+
+
+@pytest.mark.usefixtures("verbatim_model")
+def test_excluded_verbatim_family_raises():
+    with pytest.raises(PrepError, match="model_type `unheard_of` is not supported"):
+        prep.load_params("./m", verbatim=False)
+    run_ok("save-init", "./m")
+    with pytest.raises(PrepError, match=CANNOT_TRAIN):
+        prep.load_params("./m-init", verbatim=False)

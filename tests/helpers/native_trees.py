@@ -1,23 +1,17 @@
-"""Orbax restores the outputs of the commands bit for bit."""
+"""Leaves of prep's native tree from the tensors of a model, and their arrays in an Orbax item."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
-import pytest
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.algebra.boxes import full_box
-from prepcli.commands.cli.main import main
+from prepcli.formats.orbax_chunks import unplaced_array
 from prepcli.models.parameters import parameter_rows
 from prepcli.models.registry import FAMILIES
+from prepcli.planning.arrays import Array
 from tests.helpers.leaf_copies import leaf_box_copies
-from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
 from tests.prepcli.algebra.test_strided_copies import as_bytes, move
-from tests.prepcli.formats.test_orbax import run_orbax
 
 
 def expected_leaves(
@@ -47,31 +41,14 @@ def expected_leaves(
     return leaves
 
 
-FAST_LAYOUTS = [
-    (GPT_NEO, "float16", ["--mesh", "1,64,4"], True, 0),
-    (LLAMA, "bfloat16", ["--mesh", "1,2,4", "--scan-axis", "1"], True, 1),
-]
-LAYOUTS = [
-    *FAST_LAYOUTS,
-    (GPT_NEO, "float32", [], True, 0),
-    (LLAMA, "bfloat16", ["--mesh", "1,8,1", "--no-scan"], False, 0),
-]
-
-
-@pytest.mark.parametrize(
-    ("base", "dtype", "options", "scan", "axis"), slow_except(LAYOUTS, FAST_LAYOUTS)
-)
-def test_orbax_restores_an_init(tmp_path, monkeypatch, base, dtype, options, scan, axis):
-    monkeypatch.chdir(tmp_path)
-    tensors = make_checkpoint(Path("m"), base, dtype, hidden_size=64)
-    assert main(["save-init", "./m", "--pad-vocab", "8", "-q", *options]) == 0
-    if "--mesh" in options and scan and axis == 0:  # via another mesh and back
-        assert main(["reshard", "m-init", "--mesh", "1,1,4", "--out", "other", "-q"]) == 0
-        assert main(["reshard", "other", *options, "--out", "m-init", "--overwrite", "-q"]) == 0
-    config = json.loads(Path("m/config.json").read_text())
-    leaves = expected_leaves(config, tensors, scan, axis)
-    expected = {
-        name: [v.dtype.name, list(v.shape), v.tobytes().hex()] for name, v in leaves.items()
-    }
-    Path("expected.json").write_text(json.dumps(expected))
-    assert not run_orbax("compare", tmp_path / "expected.json", tmp_path / "m-init")
+def array_metas(
+    leaves: dict[str, np.ndarray], root: str = "", pieces: int = 1
+) -> dict[Array, np.ndarray]:
+    """Return each leaf with array metadata for `pieces` chunks along its first and last axes."""
+    metas = {}
+    for name, leaf in leaves.items():
+        ends = {0, leaf.ndim - 1}
+        chunk = tuple(-(-n // pieces) if axis in ends else n for axis, n in enumerate(leaf.shape))
+        path = tuple(f"{root}{name}".split("."))
+        metas[unplaced_array(path, leaf.shape, leaf.dtype.name, chunk)] = leaf
+    return metas
