@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -20,17 +21,12 @@ from tests.helpers.fork_server import PREP, run_python, run_two_processes
 from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.range_server import serve_ranges
-from tests.helpers.run_cli import error_lines, run_ok
+from tests.helpers.run_cli import Capture, error_lines, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.stored_tensors import StoredTensor, safetensors_bytes, write_safetensors
 from tests.helpers.towers import PROCESSOR, TYPES, read_golden, write_model
 
 LOGITS_ATOL = 2e-5
-
-
-@pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -45,7 +41,7 @@ def check_export(folder: str, tensors: dict[str, StoredTensor]) -> None:
         assert (Path(folder) / name).read_bytes() == (Path("m") / name).read_bytes()
 
 
-def errors_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def errors_of(capsys: Capture, *words: str) -> list[str]:
     """Run a command that fails after commands that printed, and return the lines of its error."""
     capsys.readouterr()
     return error_lines(capsys, *words)
@@ -155,7 +151,7 @@ def test_pad_vocab_changes_text_vocabulary():
     assert read_json("hf/config.json") == before
 
 
-def test_pad_vocab_counts_towers_of_full_copy(capsys: pytest.CaptureFixture[str]):
+def test_pad_vocab_counts_towers_of_full_copy(capsys: Capture):
     tensors = write_model("llava")
     assert main(["pad-vocab", "./m", "--size", "128", "--dry-run"]) == 0
     nbytes = sum(len(data) for _, _, data in tensors.values())
@@ -213,7 +209,7 @@ def test_text_only_export_is_text_model(source: str):
     run_ok("save-init", "./text", "--out", "text-init")
 
 
-def test_verify_compares_text_parts_if_one_side_has_towers(capsys: pytest.CaptureFixture[str]):
+def test_verify_compares_text_parts_if_one_side_has_towers(capsys: Capture):
     write_model("qwen3_vl")
     run_ok("save-init", "./m")
     run_ok("export", "m-init", "--text-only", "--out", "text")
@@ -249,7 +245,7 @@ def test_verify_compares_towers_by_names_of_the_file():
     assert main(["verify", "verbatim", "text"]) == 1
 
 
-def test_damaged_tower_is_an_error(capsys: pytest.CaptureFixture[str]):
+def test_damaged_tower_is_an_error(capsys: Capture):
     write_model("llava")
     run_ok("save-init", "./m")
     name = "multi_modal_projector.linear_1.weight"
@@ -290,7 +286,7 @@ def test_towers_are_streamed_from_the_hub(tmp_path: Path):
     check_export("hf", tensors)
 
 
-def test_options_for_towers_are_refused_without_towers(capsys: pytest.CaptureFixture[str]):
+def test_options_for_towers_are_refused_without_towers(capsys: Capture):
     write_model("llava")
     run_ok("export", "./m", "--text-only", "--out", "text")
     run_ok("save-init", "./text", "--out", "init")
@@ -300,7 +296,7 @@ def test_options_for_towers_are_refused_without_towers(capsys: pytest.CaptureFix
     assert line == "error: `--towers m` has no effect for init"
 
 
-def test_other_layout_of_multimodal_model_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_other_layout_of_multimodal_model_is_refused(capsys: Capture):
     write_model("llava")
     run_ok("save-init", "./m")
     lines = errors_of(capsys, "export", "m-init", "--layout", "easylm")
@@ -363,7 +359,7 @@ def test_saved_params_export_without_towers_of_bare_like():
     assert read_json("hf/config.json") == read_json("m/config.json")
 
 
-def test_saved_params_without_path_name_no_towers(capsys: pytest.CaptureFixture[str]):
+def test_saved_params_without_path_name_no_towers(capsys: Capture):
     write_bare_model()
     run_ok("save-init", "./bare")
     prep.save_params(prep.load_params("bare-init"), "saved", like="bare-init")
@@ -376,7 +372,7 @@ def test_saved_params_without_path_name_no_towers(capsys: pytest.CaptureFixture[
     assert "--text-only" in lines[-1]
 
 
-def test_lock_approves_towers(capsys: pytest.CaptureFixture[str]):
+def test_lock_approves_towers(capsys: Capture):
     tensors = write_model("llava")
     run_ok("lock", "./m", "--out", "m.lock")
     run_ok("save-init", "./m", "--lock", "m.lock")
@@ -388,9 +384,137 @@ def test_lock_approves_towers(capsys: pytest.CaptureFixture[str]):
     assert line == f"error: {name} in ./m is damaged"
 
 
-def test_inspect_names_text_family_and_model(capsys: pytest.CaptureFixture[str]):
+def test_inspect_names_text_family_and_model(capsys: Capture):
     write_model("llava")
     run_ok("save-init", "./m")
     for checkpoint in ("./m", "m-init"):
         assert main(["inspect", checkpoint]) == 0
         assert "llama in llava" in capsys.readouterr().out
+
+
+# Quantised multimodal models: decoded text parts are those of their family, and the quantised bytes come back
+
+
+TEXT_FAMILIES = {"llava": "llama", "qwen3_vl": "qwen3"}
+BLOCK = 16
+
+
+def quantize(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return random fp8 codes, and the scales of their blocks."""
+    codes = rng.standard_normal(shape).astype(ml_dtypes.float8_e4m3fn)
+    grid = tuple(-(-size // BLOCK) for size in shape)
+    scales = np.exp(rng.normal(-4, 0.5, grid)).astype(np.float32)
+    return codes, scales
+
+
+def decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    rows, columns = codes.shape
+    spread = np.repeat(np.repeat(scales, BLOCK, axis=0), BLOCK, axis=1)[:rows, :columns]
+    return (codes.astype(np.float32) * spread).astype(ml_dtypes.bfloat16)
+
+
+def write_quantized(model_type: str) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """Write the model `m` with projections in fp8, and return its tensors and the decoded ones."""
+    original = write_model(model_type)
+    rng = np.random.default_rng(0)
+    stored: dict[str, StoredTensor] = {}
+    decoded: dict[str, StoredTensor] = {}
+    for name, (code, shape, data) in original.items():
+        if len(shape) != 2 or not name.endswith("proj.weight"):
+            stored[name] = decoded[name] = (code, shape, data)
+            continue
+        codes, scales = quantize(rng, shape)
+        stored[name] = ("F8_E4M3", shape, codes.tobytes())
+        stored[f"{name}_scale_inv"] = ("F32", scales.shape, scales.tobytes())
+        decoded[name] = ("BF16", shape, decode(codes, scales).tobytes())
+    write_safetensors(Path("m/model.safetensors"), stored)
+    settings = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    config = read_json("m/config.json") | {"quantization_config": settings}
+    Path("m/config.json").write_text(json.dumps(config))
+    return stored, decoded
+
+
+@pytest.mark.parametrize("model_type", TEXT_FAMILIES)
+def test_decoded_text_part_has_its_family(model_type: str):
+    _, decoded = write_quantized(model_type)
+    run_ok("save-init", "./m", "--quantized", "dequantize", "--mesh", "1,2,2")
+    assert read_json("m-init/prep-manifest.json")["family"] == TEXT_FAMILIES[model_type]
+    run_ok("export", "m-init", "--quantized", "dequantize", "--out", "values")
+    assert safetensors_bytes(Path("values")) == decoded
+    config = read_json("m/config.json")
+    del config["quantization_config"]
+    assert read_json("values/config.json") == config
+    run_ok("verify", "m-init")
+    run_ok("verify", "m-init", "./m")
+    run_ok("verify", "./m", "m-init")
+    run_ok("verify", "m-init", "values")
+
+
+@pytest.mark.parametrize("options", [[], ["--quantized-source", "./m"]])
+@pytest.mark.parametrize("model_type", TEXT_FAMILIES)
+def test_export_of_multimodal_model_has_quantised_bytes(model_type: str, options: list[str]):
+    stored, _ = write_quantized(model_type)
+    run_ok("save-init", "./m", "--quantized", "dequantize", "--pad-vocab", "100")
+    run_ok("export", "m-init", *options, "--out", "hf")
+    assert safetensors_bytes(Path("hf")) == stored
+    assert read_json("hf/config.json") == read_json("m/config.json")
+
+
+@pytest.mark.parametrize("extra", ["", "model.language_model.layers.0.self_attn.extra"])
+def test_decoded_wrapped_multimodal_model_verifies(extra: str):
+    stored, decoded = write_quantized("qwen3_vl")
+    prefixed = {f"_orig_mod.{name}": tensor for name, tensor in stored.items()}
+    drop: tuple[str, ...] = ()
+    if extra:
+        prefixed[f"_orig_mod.{extra}"] = ("F32", (3,), bytes(12))
+        drop = ("--drop", "*.extra")
+    write_safetensors(Path("m/model.safetensors"), prefixed)
+    run_ok("save-init", "./m", "--quantized", "dequantize", *drop)
+    assert read_json("m-init/prep-manifest.json")["family"] == "qwen3"
+    run_ok("export", "m-init", "--quantized", "dequantize", "--out", "values")
+    assert safetensors_bytes(Path("values")) == decoded
+    run_ok("verify", "m-init", "./m")
+    run_ok("verify", "./m", "m-init")
+    run_ok("save-init", "./m", "--quantized", "keep", *drop, "--out", "kept")
+    run_ok("verify", "kept", "./m")
+
+
+def test_text_only_export_of_decoded_model_writes_values():
+    _, decoded = write_quantized("qwen3_vl")
+    run_ok("save-init", "./m", "--quantized", "dequantize")
+    prep.export("m-init", "text", text_only=True)
+    prefix = "model.language_model."
+    assert safetensors_bytes(Path("text")) == {
+        name.replace(prefix, "model."): tensor
+        for name, tensor in decoded.items()
+        if name.startswith((prefix, "lm_head."))
+    }
+    assert read_json("text/config.json")["model_type"] == "qwen3"
+
+
+def test_first_layers_of_decoded_text_part_keep_towers():
+    stored, _ = write_quantized("llava")
+    run_ok("save-init", "./m", "--quantized", "dequantize", "--layers", "1")
+    run_ok("export", "m-init", "--out", "hf")
+    assert safetensors_bytes(Path("hf")) == {
+        name: tensor
+        for name, tensor in stored.items()
+        if not name.startswith("language_model.model.layers.") or ".layers.0." in name
+    }
+
+
+def test_verbatim_keeps_names_of_decoded_multimodal_model():
+    stored, _ = write_quantized("llava")
+    run_ok("save-init", "./m", "--quantized", "dequantize", "--verbatim")
+    assert read_json("m-init/prep-manifest.json")["family"] == "verbatim"
+    run_ok("verify", "m-init", "./m")
+    run_ok("export", "m-init", "--out", "hf")
+    assert safetensors_bytes(Path("hf")) == stored
+
+
+def test_load_params_reads_decoded_text_part():
+    _, decoded = write_quantized("llava")
+    run_ok("save-init", "./m", "--quantized", "dequantize")
+    params = prep.load_params("m-init")
+    embedding = decoded["language_model.model.embed_tokens.weight"]
+    assert np.asarray(params["embed"]["tokens"]).tobytes() == embedding[2]

@@ -1,26 +1,40 @@
-"""`save-init --layers N`: the first layers of a model of every family and of none, with a config that fits them."""
+"""`save-init --layers N`, and other sources without a family."""
 
 from __future__ import annotations
 
 import json
+import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import prepcli as prep
+from prepcli.commands.cli.main import main
 from prepcli.commands.testing.checkpoints import write_checkpoint
-from prepcli.core.json_values import JsonObject, JsonValue
+from prepcli.core.errors import PrepError
+from prepcli.core.json_values import JsonObject
+from prepcli.formats.torch_dcp import METADATA_FILE, read_dcp_folder
 from prepcli.models.registry import family_of
 from prepcli.models.truncation import later_layers, truncate_config
 from prepcli.models.verbatim import verbatim_family
 from tests.golden.make_architectures import FOLDER
+from tests.golden.make_dcp import FOLDER as DCP_FOLDER
+from tests.golden.make_dcp import VALUES
 from tests.helpers.lazy_modules import lazy_module
-from tests.helpers.run_cli import run_failing, run_ok
+from tests.helpers.run_cli import Capture, run_failing, run_ok
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.stored_tensors import StoredTensor, safetensors_bytes, write_safetensors
+from tests.helpers.stored_tensors import (
+    StoredTensor,
+    orbax_bytes,
+    safetensors_bytes,
+    write_safetensors,
+)
 from tests.helpers.tiny_checkpoints import (
     ALL_CONFIGS,
     DENSE_CONFIGS,
@@ -33,11 +47,6 @@ from tests.helpers.tiny_configs import DENSE_FAMILIES
 
 torch = lazy_module("torch")
 transformers = lazy_module("transformers")
-
-
-@pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def layer_of(name: str) -> int:
@@ -78,7 +87,7 @@ def test_family_keeps_its_first_layers(config: dict[str, Any]):
     assert family.sizes(exported)["layers"] == num_layers
 
 
-def test_dense_layers_of_moe_model_are_not_a_model(capsys: pytest.CaptureFixture[str]):
+def test_dense_layers_of_moe_model_are_not_a_model(capsys: Capture):
     config = next(config for config in ALL_CONFIGS if config["model_type"] == "deepseek_v3")
     make_checkpoint(Path("m"), config, legacy=False)
     message = run_failing(capsys, 1, "save-init", "./m", "--layers", "1")
@@ -151,9 +160,7 @@ def test_first_layers_of_gemma_4_compute_the_same(
     torch.testing.assert_close(actual, cap * torch.tanh(expected / cap), rtol=1e-5, atol=1e-5)
 
 
-def test_first_layers_of_gemma_4_may_not_change_their_attention(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_first_layers_of_gemma_4_may_not_change_their_attention(capsys: Capture):
     # The last layer has full attention by default, and layer 2 of 7 has a sliding window.
     own_keys = GEMMA4 | {"num_kv_shared_layers": 0, "use_double_wide_mlp": False}
     config = own_keys | {"num_hidden_layers": 7, "layer_types": None, "global_head_dim": 8}
@@ -167,7 +174,7 @@ def test_first_layers_of_gemma_4_may_not_change_their_attention(
     assert "the last of 2 layer_types must be full_attention" in message
 
 
-def test_damaged_columns_of_later_layers_are_found(capsys: pytest.CaptureFixture[str]):
+def test_damaged_columns_of_later_layers_are_found(capsys: Capture):
     make_checkpoint(Path("m"), GEMMA4, legacy=False)
     run_ok("save-init", "./m")
     run_ok("export", "m-init", "--out", "hf")
@@ -192,7 +199,7 @@ def test_chain_does_not_show_cut_tables_of_gemma_4():
     assert link.changed.startswith("resized: embed_tokens_per_layer.weight; left out: layers.1.")
 
 
-def test_model_with_a_tensor_of_the_last_layer_is_not_cut(capsys: pytest.CaptureFixture[str]):
+def test_model_with_a_tensor_of_the_last_layer_is_not_cut(capsys: Capture):
     make_checkpoint(Path("m"), DENSE_CONFIGS["gpt_neox_japanese"], legacy=False)
     message = run_failing(capsys, 1, "save-init", "./m", "--layers", "1")
     assert "`--layers` is not supported for" in message
@@ -238,7 +245,7 @@ def test_verbatim_model_keeps_its_first_layers(model_type: str, section: str):
     ],
 )
 def test_layers_that_cannot_be_truncated_are_an_error(
-    capsys: pytest.CaptureFixture[str], config: dict[str, Any], layers: str, message: str
+    capsys: Capture, config: dict[str, Any], layers: str, message: str
 ):
     Path("m").mkdir()
     write_safetensors(
@@ -249,84 +256,54 @@ def test_layers_that_cannot_be_truncated_are_an_error(
     assert message in run_failing(capsys, code, "save-init", "./m", "--layers", layers)
 
 
-def test_pattern_of_layer_types_is_repeated_before_it_is_cut():
-    config = {"num_layers": 4, "attention_types": [[["global", "local"], 2]]}
-    assert truncate_config(config, 3) == {
-        "num_layers": 3,
-        "attention_types": [[["global", "local", "global"], 1]],
-    }
+GLOBAL, LOCAL = "global", "local"
+# Fields of a config of three layers -> the fields of its first two layers.
+TRUNCATED: list[tuple[JsonObject, JsonObject]] = [
+    ({"layer_types": ["a", "b", "a"]}, {"layer_types": ["a", "b"]}),
+    # One entry is of a layer for speculative decoding.
+    ({"layer_types": ["a", "b", "a", "b"]}, {"layer_types": ["a", "b"]}),
+    ({"mlp_layer_types": ["dense", "sparse", "sparse"]}, {"mlp_layer_types": ["dense", "sparse"]}),
+    ({"no_rope_layers": [1, 0, 1]}, {"no_rope_layers": [1, 0]}),
+    ({"layer_rope_theta": [1e4, 0, 1e4]}, {"layer_rope_theta": [1e4, 0]}),
+    ({"intermediate_size": [8, 16, 16]}, {"intermediate_size": [8, 16]}),
+    ({"num_key_value_heads_per_layer": [1, 2, 2]}, {"num_key_value_heads_per_layer": [1, 2]}),
+    ({"moe_topk": [8, 8, 4]}, {"moe_topk": [8, 8]}),
+    ({"num_experts": [64, 32, 64]}, {"num_experts": [64, 32]}),
+    ({"swiglu_limits": [0.0, 7.0, 7.0]}, {"swiglu_limits": [0.0, 7.0]}),
+    ({"hybrid_override_pattern": "M*-"}, {"hybrid_override_pattern": "M*"}),
+    (
+        {"moe_layers": [1, 2], "mlp_only_layers": [0, 1, 2]},
+        {"moe_layers": [1], "mlp_only_layers": [0, 1]},
+    ),
+    ({"per_layer_config": {"0": {"a": 1}, "2": {"a": 2}}}, {"per_layer_config": {"0": {"a": 1}}}),
+    # A pattern is repeated before it is cut.
+    (
+        {"attention_types": [[[GLOBAL], 1], [[LOCAL], 2]]},
+        {"attention_types": [[[GLOBAL, LOCAL], 1]]},
+    ),
+]
+# Fields that have other meanings, sizes of all layers, and lists with other numbers of entries.
+KEPT: list[JsonObject] = [
+    {"attention_types": [1]},
+    {"attention_types": [["a", "b"], ["c"]]},
+    {"attention_types": [[["a"], -1]]},
+    {"attention_types": [[["a"], 1, 1]]},
+    {"eos_token_id": [1, 2, 3]},
+    {"time_step_limit": [0.0, 1.0, 2.0]},
+    {"mlp_multipliers": [0.5, 2.0, 2.0]},
+    {"image_grid_pinpoints": [[336, 672], [672, 336], [1, 1]]},
+    {"moe_intermediate_size": [96, 32, 32]},
+    {"intermediate_size": 8, "moe_layer_freq": 2},
+    {"per_layer_config": {"full_attention": {"a": 1}}},
+]
 
 
 @pytest.mark.parametrize(
-    "pattern", [[1], [["a", "b"], ["c"]], [[["a"], -1]], [[["a"], 1, 1]]], ids=str
+    ("fields", "expected"), [*TRUNCATED, *((fields, fields) for fields in KEPT)], ids=str
 )
-def test_other_lists_of_layer_types_are_kept(pattern: list[Any]):
-    config = {"num_layers": 5, "attention_types": pattern}
-    assert truncate_config(config, 1) == {"num_layers": 1, "attention_types": pattern}
-
-
-def test_other_lists_with_as_many_entries_are_kept():
-    kept = {
-        "eos_token_id": [1, 2],
-        "time_step_limit": [0.0, 1.0],
-        "mlp_multipliers": [0.5, 2.0],
-        "image_grid_pinpoints": [[336, 672], [672, 336]],
-        "moe_intermediate_size": [96, 32],
-    }
-    assert truncate_config({"num_hidden_layers": 2, **kept}, 1) == {"num_hidden_layers": 1, **kept}
-
-
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("layer_types", ["a", "b", "a"]),
-        ("mlp_layer_types", ["dense", "sparse", "sparse"]),
-        ("no_rope_layers", [1, 0, 1]),
-        ("layer_rope_theta", [1e4, 0, 1e4]),
-        ("intermediate_size", [8, 16, 16]),
-        ("num_key_value_heads_per_layer", [1, 2, 2]),
-        ("moe_topk", [8, 8, 4]),
-        ("num_experts", [64, 32, 64]),
-        ("swiglu_limits", [0.0, 7.0, 7.0]),
-        ("hybrid_override_pattern", "M*-"),
-    ],
-)
-def test_entries_of_later_layers_are_removed(field: str, values: Any):
-    config = {"num_hidden_layers": 3, field: values}
-    assert truncate_config(config, 2) == {"num_hidden_layers": 2, field: values[:2]}
-
-
-def test_entries_of_layers_for_speculative_decoding_are_removed():
-    config = {"num_hidden_layers": 3, "layer_types": ["a", "b", "a", "b"]}
-    assert truncate_config(config, 2) == {"num_hidden_layers": 2, "layer_types": ["a", "b"]}
-
-
-def test_sections_of_later_layers_are_removed():
-    sections: dict[str, JsonValue] = {"0": {"a": 1}, "2": {"a": 2}}
-    config: JsonObject = {"num_hidden_layers": 3, "per_layer_config": sections}
-    assert truncate_config(config, 2) == {
-        "num_hidden_layers": 2,
-        "per_layer_config": {"0": {"a": 1}},
-    }
-
-
-def test_section_with_other_keys_than_numbers_is_kept():
-    config: JsonObject = {"num_hidden_layers": 3, "per_layer_config": {"full_attention": {"a": 1}}}
-    assert truncate_config(config, 2) == config | {"num_hidden_layers": 2}
-
-
-def test_size_of_all_layers_is_kept():
-    config = {"num_hidden_layers": 3, "intermediate_size": 8, "moe_layer_freq": 2}
-    assert truncate_config(config, 2) == config | {"num_hidden_layers": 2}
-
-
-def test_numbers_of_later_layers_are_removed():
-    config = {"num_hidden_layers": 4, "moe_layers": [1, 3], "mlp_only_layers": [0, 1, 2, 3]}
-    assert truncate_config(config, 2) == {
-        "num_hidden_layers": 2,
-        "moe_layers": [1],
-        "mlp_only_layers": [0, 1],
-    }
+def test_config_has_the_fields_of_the_first_layers(fields: JsonObject, expected: JsonObject):
+    name = "num_layers" if "attention_types" in fields else "num_hidden_layers"
+    assert truncate_config({name: 3, **fields}, 2) == {name: 2, **expected}
 
 
 @pytest.mark.parametrize(
@@ -372,3 +349,121 @@ def test_layers_of_a_vision_tower_are_kept(tower: str, vision_config: dict[str, 
     config = {"num_hidden_layers": 4, "vision_config": vision_config}
     later = later_layers(verbatim_family({}), config, names, 2)
     assert later == {"layers.2.w", "layers.3.w"}
+
+
+# Sources without a family: PyTorch files, torch distributed checkpoints, Flax files, and Orbax items of any tree
+
+
+TREE: dict[str, Any] = {
+    "params": {
+        "layers_0": {"kernel": np.arange(12, dtype=np.float32).reshape(3, 4)},
+        "layers_1": {"kernel": np.arange(12, dtype=np.float32).reshape(3, 4) + 1},
+        "a/b": np.arange(3, dtype=np.int32),
+    },
+    "batch_stats": {"mean": np.arange(5, dtype=np.float16)},
+}
+TREE_BYTES = {
+    "params.layers_0.kernel": TREE["params"]["layers_0"]["kernel"].tobytes(),
+    "params.layers_1.kernel": TREE["params"]["layers_1"]["kernel"].tobytes(),
+    "params.a/b": TREE["params"]["a/b"].tobytes(),
+    "batch_stats.mean": TREE["batch_stats"]["mean"].tobytes(),
+}
+
+
+def exported_bytes(source: str) -> dict[str, bytes]:
+    """Convert a source to Orbax and then to safetensors, and return the bytes of each tensor."""
+    run_ok("save-init", source, "--mesh", "1,1,2", "--out", "init")
+    run_ok("export", "init", "--out", "hf")
+    return {name: data for name, (_, _, data) in safetensors_bytes(Path("hf")).items()}
+
+
+def test_distributed_checkpoint_of_two_ranks_converts():
+    expected = dict(VALUES) | {"model.v": VALUES["model.v"].astype(ml_dtypes.bfloat16)}
+    assert exported_bytes(str(DCP_FOLDER)) == {name: v.tobytes() for name, v in expected.items()}
+    shapes = {name: shape for name, (_, shape, _) in safetensors_bytes(Path("hf")).items()}
+    assert shapes == {name: values.shape for name, values in expected.items()}
+    run_ok("verify", "hf", str(DCP_FOLDER))
+    run_ok("export", str(DCP_FOLDER), "--out", "direct")
+    assert safetensors_bytes(Path("direct")) == safetensors_bytes(Path("hf"))
+
+
+def test_distributed_checkpoint_is_inspected(capsys: Capture):
+    assert main(["inspect", str(DCP_FOLDER), "--stats"]) == 0
+    out = capsys.readouterr().out
+    assert "torch distributed checkpoint, 2 files, 7 tensors" in out
+    assert "step is not a tensor" in out
+
+
+def test_distributed_checkpoint_without_metadata_is_rejected(capsys: Capture):
+    shutil.copytree(DCP_FOLDER, "m")
+    Path("m", METADATA_FILE).unlink()
+    assert "is an incomplete torch distributed checkpoint" in run_failing(
+        capsys, 1, "save-init", "./m"
+    )
+
+
+def test_cut_file_of_a_rank_is_rejected(capsys: Capture):
+    shutil.copytree(DCP_FOLDER, "m")
+    path = Path("m/__0_0.distcp")
+    path.write_bytes(path.read_bytes()[:-100])
+    message = run_failing(capsys, 1, "save-init", "./m")
+    assert "m/__0_0.distcp is broken" in message
+    assert "it is cut short" in message
+
+
+@pytest.mark.parametrize("name", [METADATA_FILE, "__0_0.distcp"])
+def test_damaged_distributed_checkpoint_raises_one_error(name: str):
+    shutil.copytree(DCP_FOLDER, "m")
+    data = Path("m", name).read_bytes()
+    rng = random.Random(0)
+    n_refused = 0
+    for _ in range(300):
+        damaged = bytearray(data)
+        for _ in range(rng.randint(1, 3)):
+            damaged[rng.randrange(len(data))] = rng.randrange(256)
+        Path("m", name).write_bytes(damaged)
+        try:
+            read_dcp_folder(Path("m"))
+        except PrepError:
+            n_refused += 1
+    assert n_refused > 0
+
+
+def test_torch_file_without_config_converts():
+    torch = pytest.importorskip("torch")
+    tensors = {
+        "h.0.w": torch.arange(6).reshape(2, 3).T,
+        "h.1.w": torch.ones(3, 2, dtype=torch.int64),
+    }
+    Path("m").mkdir()
+    torch.save(tensors, "m/pytorch_model.bin")
+    assert exported_bytes("./m") == {
+        name: tensor.contiguous().numpy().tobytes() for name, tensor in tensors.items()
+    }
+
+
+def test_flax_file_of_any_tree_converts():
+    serialization = pytest.importorskip("flax.serialization")
+    Path("m").mkdir()
+    Path("m/flax_model.msgpack").write_bytes(serialization.msgpack_serialize(TREE))
+    assert exported_bytes("./m") == TREE_BYTES
+
+
+def test_orbax_item_of_any_tree_converts(capsys: Capture):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(Path("m").absolute(), {**TREE, "note": "text"})
+    assert exported_bytes("./m") == TREE_BYTES
+    assert main(["save-init", "./m", "--dry-run", "-v"]) == 0
+    assert "dropped note: not an array" in capsys.readouterr().err
+
+
+def test_orbax_item_with_int4_leaves_converts_to_orbax_only(capsys: Capture):
+    values = np.array([[1, -8, 7], [2, 3, -1]], ml_dtypes.int4)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(Path("m").absolute(), {"x": values})
+    run_ok("save-init", "./m", "--out", "init")
+    run_ok("reshard", "init", "--out", "again")
+    assert orbax_bytes(Path("again")) == {"x": values.tobytes()}
+    loaded: dict[str, Any] = prep.load_params("again", dtype="keep")
+    np.testing.assert_array_equal(np.asarray(loaded["x"]), values)
+    assert "x is int4" in run_failing(capsys, 1, "export", "init")
