@@ -1,4 +1,4 @@
-"""`prep eval`: losses of all kinds of checkpoints, by source, on any mesh, and against transformers."""
+"""`prep eval`: losses of all kinds of checkpoints, settings, and hints that name its options."""
 
 from __future__ import annotations
 
@@ -12,18 +12,29 @@ import pytest
 
 import prepcli as prep
 from prepcli.commands.cli.main import main
+from prepcli.commands.operations.compute_options import (
+    EFFECTIVE_KEYS,
+    KEYS_TEXT,
+    EvaluateOptions,
+    option_of_key,
+)
+from prepcli.commands.operations.evaluate import data_sources, evaluation_recipe
+from prepcli.core.errors import USAGE, Key, Style, UsageError, text
+from prepcli.core.option_spec import option_specs
 from tests.helpers.processes import finish, start_processes
-from tests.helpers.run_cli import error_lines, run_json, run_ok
+from tests.helpers.run_cli import Capture, MonkeyPatch, error_lines, run_json, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from trainer.distributed import exact_sums
+from trainer.recipe import Recipe
+from trainer.recipe.tables import KEY_SCHEMAS
 
 LENGTH = 16
 
 
 @pytest.fixture(autouse=True)
-def exact_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def exact_process(monkeypatch: MonkeyPatch) -> None:
     """Allow exact results in this process. `test_exact_processes` tests the refusal after another use of JAX."""
     monkeypatch.setattr(exact_sums, "fuses_multiply_add", lambda: False)
 
@@ -34,9 +45,8 @@ def write_text(path: str, num_words: int, seed: int) -> None:
 
 
 @pytest.fixture
-def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     """Make a Hugging Face model `tiny` with a tokenizer, and two texts, in the current folder."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     make_checkpoint(Path("tiny"), LLAMA)
     write_tokenizer(Path("tiny"))
@@ -45,13 +55,13 @@ def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def eval_json(capsys: pytest.CaptureFixture[str], checkpoint: str, *words: str) -> dict[str, Any]:
+def eval_json(capsys: Capture, checkpoint: str, *words: str) -> dict[str, Any]:
     report = run_json(capsys, "eval", checkpoint, "--seq-length", str(LENGTH), *words)
     assert report["ok"], report
     return report
 
 
-def test_eval_reports_each_source_and_all(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_eval_reports_each_source_and_all(work_dir: Path, capsys: Capture):
     both = eval_json(capsys, "tiny", "--data", "first=a.txt", "--data", "b.txt")
     assert set(both["sources"]) == {"first", "b.txt"}
     first, second = both["sources"].values()
@@ -65,7 +75,7 @@ def test_eval_reports_each_source_and_all(work_dir: Path, capsys: pytest.Capture
     assert eval_json(capsys, "tiny", "--data", "b.txt", "--limit", "2")["sequences"] == 2
 
 
-def test_eval_of_all_checkpoint_kinds_is_equal(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_eval_of_all_checkpoint_kinds_is_equal(work_dir: Path, capsys: Capture):
     """A Hugging Face folder, and its init for a mesh."""
     run_ok("save-init", "tiny", "--out", "meshed", "--mesh", "1,2,4", "--pad-vocab", "auto")
     expected = eval_json(capsys, "tiny", "--data", "a.txt")["loss"]
@@ -80,9 +90,7 @@ def test_eval_of_all_checkpoint_kinds_is_equal(work_dir: Path, capsys: pytest.Ca
         [("", 3), ("", 8), ("2,2,2", 1), ("2,2,2", 8), ("1,8,1", 3), ("1,1,8", 1)], [("2,2,2", 8)]
     ),
 )
-def test_exact_eval_is_equal_on_any_mesh(
-    work_dir: Path, capsys: pytest.CaptureFixture[str], mesh: str, batch: int
-):
+def test_exact_eval_is_equal_on_any_mesh(work_dir: Path, capsys: Capture, mesh: str, batch: int):
     run_ok("save-init", "tiny", "--out", "padded", "--pad-vocab", "8")
     words = ("padded", "--data", "a.txt", "--reduction", "exact")
     expected = eval_json(capsys, *words, "--batch-size", "1")
@@ -98,7 +106,7 @@ def test_exact_eval_is_equal_on_any_mesh(
 @pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
 def test_evaluation_does_not_depend_on_the_number_of_processes(
-    work_dir: Path, capsys: pytest.CaptureFixture[str], reduction: str
+    work_dir: Path, capsys: Capture, reduction: str
 ):
     run_ok("save-init", "tiny", "--out", "padded", "--pad-vocab", "8")
     words = (
@@ -123,12 +131,12 @@ def test_evaluation_does_not_depend_on_the_number_of_processes(
     )
 
 
-def test_eval_prints_its_phases(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_eval_prints_its_phases(work_dir: Path, capsys: Capture):
     assert main(["eval", "tiny", "--data", "a.txt"]) == 0
     assert "\nloading the parameters\ncompiling for the first batch\n" in capsys.readouterr().err
 
 
-def test_eval_reads_columns_of_json_lines(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_eval_reads_columns_of_json_lines(work_dir: Path, capsys: Capture):
     text = Path("a.txt").read_text()
     Path("a.jsonl").write_text(json.dumps({"body": text}) + "\n")
     by_option = eval_json(capsys, "tiny", "--data", "a.jsonl", "--fields", "body")
@@ -139,7 +147,7 @@ def test_eval_reads_columns_of_json_lines(work_dir: Path, capsys: pytest.Capture
     )
 
 
-def test_eval_keeps_tokens_in_the_cache(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_eval_keeps_tokens_in_the_cache(work_dir: Path, capsys: Capture):
     first = eval_json(capsys, "tiny", "--data", "a.txt", "--cache", "tokens")
     assert any(Path("tokens").iterdir())
     assert (
@@ -147,7 +155,7 @@ def test_eval_keeps_tokens_in_the_cache(work_dir: Path, capsys: pytest.CaptureFi
     )
 
 
-def test_eval_reports_missing_data(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_eval_reports_missing_data(work_dir: Path, capsys: Capture):
     assert error_lines(capsys, "eval", "tiny")[0] == "error: no data was given"
     assert (
         error_lines(capsys, "eval", "tiny", "--data", "=a.txt")[0]
@@ -165,7 +173,7 @@ def test_eval_reports_missing_data(work_dir: Path, capsys: pytest.CaptureFixture
     )
 
 
-def test_evaluate_of_the_api_returns_the_report(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_evaluate_of_the_api_returns_the_report(work_dir: Path, capsys: Capture):
     expected = eval_json(capsys, "tiny", "--data", "first=a.txt")
     result = prep.evaluate("tiny", ["first=a.txt"], seq_length=LENGTH)
     assert (result.loss, result.perplexity, result.accuracy) == (
@@ -177,7 +185,7 @@ def test_evaluate_of_the_api_returns_the_report(work_dir: Path, capsys: pytest.C
     assert prep.evaluate("tiny", "a.txt", seq_length=LENGTH).loss == result.loss
 
 
-def test_perplexity_equals_transformers(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_perplexity_equals_transformers(work_dir: Path, capsys: Capture):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     report = eval_json(capsys, "tiny", "--data", "a.txt")
@@ -190,9 +198,7 @@ def test_perplexity_equals_transformers(work_dir: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("stride", [5, LENGTH])
-def test_strided_perplexity_equals_transformers(
-    work_dir: Path, capsys: pytest.CaptureFixture[str], stride: int
-):
+def test_strided_perplexity_equals_transformers(work_dir: Path, capsys: Capture, stride: int):
     """The loop of the page "Perplexity of fixed-length models", with the exact number of targets per window."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -219,9 +225,7 @@ def test_strided_perplexity_equals_transformers(
     assert report["perplexity"] == pytest.approx(math.exp(nll_sum / num_targets), rel=1e-5)
 
 
-def test_stride_longer_than_a_window_is_an_error(
-    work_dir: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_stride_longer_than_a_window_is_an_error(work_dir: Path, capsys: Capture):
     words = ("eval", "tiny", "--data", "a.txt", "--seq-length", str(LENGTH), "--set")
     lines = error_lines(capsys, *words, "eval.stride=17")
     assert "tokens between them would be left out" in "\n".join(lines)
@@ -243,13 +247,10 @@ def write_pairs(pairs: list[dict[str, str]]) -> None:
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
 
 
-def test_metrics_compare_generated_targets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-):
+def test_metrics_compare_generated_targets(capsys: Any):
     """The references are the model's own outputs, except for one of four."""
     pytest.importorskip("rouge_score")
     pytest.importorskip("sacrebleu")
-    monkeypatch.chdir(tmp_path)
     pairs = make_pairs(num_tokens=6)
     pairs[3]["target"] = "w1 w1 w1 w1 w1 w1"
     write_pairs(pairs)
@@ -275,11 +276,8 @@ def test_metrics_compare_generated_targets(
     assert result.sources["pairs.jsonl"].metrics == {"exact_match": 0.75}
 
 
-def test_metrics_compare_with_whole_references(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-):
+def test_metrics_compare_with_whole_references(capsys: Any):
     """Two of three references are longer than the generated texts, which equal their first tokens."""
-    monkeypatch.chdir(tmp_path)
     pairs = make_pairs(num_tokens=6, num_pairs=3)
     pairs[0]["target"] = " ".join(pairs[0]["target"].split()[:4])
     write_pairs(pairs)
@@ -294,8 +292,172 @@ def test_metrics_compare_with_whole_references(
     assert report["warnings"] == [expected]
 
 
-def test_metrics_of_a_model_without_encoder_are_refused(
-    work_dir: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_metrics_of_a_model_without_encoder_are_refused(work_dir: Path, capsys: Capture):
     lines = error_lines(capsys, "eval", "tiny", "--data", "a.txt", "--metric", "rouge")
     assert lines[0] == "error: `--metric rouge` is not supported for this model"
+
+
+# Hints of `prep eval` name its options, not tables of a recipe
+
+
+PAIRS = ("--fields", "[prompt], text")
+SPANS = ("--set", "data.objective=span_corruption")
+
+
+@pytest.fixture
+def two_models(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name, config in (("llama", LLAMA), ("t5", FAMILY_CONFIGS["t5"])):
+        make_checkpoint(Path(name), config)
+        write_tokenizer(Path(name))
+    Path("a.jsonl").write_text('{"prompt": "w1 w2", "text": "w1 w2 w3"}\n' * 50)
+    Path("a.txt").write_text("w1 w2 w3 " * 50)
+
+
+@pytest.mark.usefixtures("two_models")
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["t5", "--data", "a.jsonl", *PAIRS], "`--set data.source_length=512`"),
+        (["t5", "--data", "a.jsonl", *SPANS], "`--set data.source_length=512`"),
+        (
+            ["t5", "--data", "a.jsonl"],
+            "`--type json` and `--fields '[article], summary'`, or `--set data.objective=span_corruption`",
+        ),
+        (["llama", "--data", "a.jsonl", "--set", "data.source_length=4"], "remove it"),
+        (
+            ["llama", "--data", "a.jsonl", "--set", "data.noise_density=0.3"],
+            "`--set data.objective=span_corruption`",
+        ),
+        (["llama", "--data", "a.jsonl", "--fields", "body"], "`--fields text`"),
+        (["llama", "--data", "a.txt", "--fields", "body"], "`--type` sets the type of the files"),
+        (["llama", "--data", "a.txt", "--type", "text", "--fields", "body"], "`--type json`"),
+        (["llama", "--data", "a.txt", "--type", "foo"], "`--type text`"),
+        (["llama", "--data", "a.txt", "--set", "data.nope=1"], "did you mean `--type`?"),
+        (["llama", "--data", "a.jsonl", "--tokenizer", "none"], "`--tokenizer PATH`"),
+        (
+            ["llama", "--data", "a.jsonl", "--seq-length", "4000"],
+            "add more text, or `--seq-length 200`",
+        ),
+        (
+            ["llama", "--data", "a.jsonl", "--set", "model.attention_kernel=cudnn"],
+            "`--set model.attention_kernel=auto`",
+        ),
+    ],
+)
+def test_hints_of_eval_name_its_options(words: list[str], hint: str, capsys: Capture):
+    assert error_lines(capsys, "eval", *words)[2] == f" hint: {hint}"
+
+
+@pytest.mark.usefixtures("two_models")
+def test_each_of_several_errors_names_options(capsys: Capture):
+    words = (*SPANS, "--set", "data.always_start_with_bos=true")
+    assert main(["eval", "t5", "--data", "a.jsonl", *words]) == USAGE
+    error = capsys.readouterr().err
+    assert "prep eval has 2 errors" in error
+    assert "`--set data.source_length=512`" in error
+    assert "in [data]" not in error
+
+
+@pytest.mark.usefixtures("two_models")
+def test_hints_of_evaluate_name_its_arguments():
+    with pytest.raises(prep.PrepError) as raised:
+        prep.evaluate("llama", "a.jsonl", fields="body")
+    assert raised.value.hint == '`fields="text"`'
+    with pytest.raises(prep.PrepError) as raised:
+        prep.evaluate("t5", "a.jsonl", fields="[prompt], text")
+    assert raised.value.hint == '`overrides="data.source_length=512"`'
+
+
+@pytest.mark.usefixtures("two_models")
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        (Key("data.holdout", 0.05), "`data.holdout = 0.05`"),
+        (Key("data.source_length"), "`data.source_length`"),
+        (Key("data.type"), "`--type`"),
+        (Key("data.fields", "[article], summary"), "`--fields '[article], summary'`"),
+        (Key("data.add_bos", False), "`--set data.add_bos=false`"),
+        (Key("data.source_length", 512, is_override=True), "`--set data.source_length=512`"),
+    ],
+)
+def test_hints_of_eval_replace_recipe_keys_by_options(key: Key, hint: str):
+    assert text("{}", key).render(Style("terminal", rename_key=option_of_key)) == hint
+
+
+@pytest.mark.usefixtures("two_models")
+def test_model_without_positions_has_the_default_length(capsys: Capture):
+    Path("a.jsonl").write_text('{"prompt": "w1 w2", "text": "w1 w2 w3"}\n' * 3)
+    report = run_json(
+        capsys, "eval", "t5", "--data", "a.jsonl", *PAIRS, "--set", "data.source_length=4"
+    )
+    assert (report["ok"], report.get("seq_length")) == (True, 1024)
+
+
+# Settings of an evaluation: sources by name, and the recipe keys that have an effect
+
+
+def make_recipe(override: str) -> Recipe:
+    options: EvaluateOptions = {"overrides": override}
+    return evaluation_recipe(
+        options, ["a.txt"], checkpoint="tiny", dtype="float32", max_positions=64
+    )
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.rope_theta",
+        "model.overrides",
+        "model.rope_scaling.factor",
+        "data.holdout",
+        "data.path",
+        "train.steps",
+    ],
+)
+def test_keys_without_effect_are_not_supported(key: str):
+    with pytest.raises(UsageError) as raised:
+        make_recipe(f"{key}=1")
+    assert raised.value.what == f"`--set {key}=1` is not supported"
+
+
+def test_misspelled_key_gets_a_suggestion():
+    with pytest.raises(UsageError) as raised:
+        make_recipe("data.source_lenght=1")
+    assert "`data.source_length`" in raised.value.hint
+
+
+def test_effective_keys_exist_and_change_the_recipe():
+    assert not EFFECTIVE_KEYS - {*KEY_SCHEMAS}
+    assert make_recipe("model.attention_kernel=reference").model.attention_kernel == "reference"
+
+
+def test_help_and_reference_name_all_effective_keys(capsys: Capture):
+    assert main(["eval", "--help"]) == 0
+    help_text = " ".join(capsys.readouterr().out.split())
+    assert all(key.partition(".")[2] in KEYS_TEXT for key in EFFECTIVE_KEYS)
+    assert KEYS_TEXT in help_text
+    assert KEYS_TEXT in option_specs(EvaluateOptions)["overrides"].help
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "path"),
+    [
+        ("wiki=a.txt", "wiki", "a.txt"),
+        ("wiki=data/*.txt", "wiki", "data/*.txt"),
+        ("wiki=s3://bucket/lang=en", "wiki", "s3://bucket/lang=en"),
+        ("s3://bucket/lang=en/a.txt", "s3://bucket/lang=en/a.txt", "s3://bucket/lang=en/a.txt"),
+        ("data/lang=en/new.txt", "data/lang=en/new.txt", "data/lang=en/new.txt"),
+        ("lang=en", "lang=en", "lang=en"),  # exists
+        ("lang=*", "lang=*", "lang=*"),  # a glob that matches
+    ],
+)
+def test_sources_split_names_from_paths(text: str, name: str, path: str):
+    Path("lang=en").mkdir()
+    assert data_sources([text]) == {name: [path]}
+
+
+@pytest.mark.parametrize("text", ["", "=a.txt", "wiki="])
+def test_sources_reject_empty_names_and_paths(text: str):
+    with pytest.raises(UsageError):
+        data_sources([text])

@@ -1,9 +1,10 @@
-"""`prep generate`: equal texts from all kinds of checkpoints, and errors for invalid prompts and options."""
+"""`prep generate`: equal texts from all kinds of checkpoints, streamed, with errors for invalid prompts."""
 
 from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,39 +12,36 @@ from typing import Any
 import numpy as np
 import pytest
 
+import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.commands.operations.generate import read_prompts
 from prepcli.core.errors import OK
 from tests.helpers.fork_server import PREP, run_python
-from tests.helpers.run_cli import error_lines, run_json, run_ok
+from tests.helpers.run_cli import Capture, MonkeyPatch, error_lines, run_json, run_ok
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT_NEO, LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
+from trainer.generation import generator
 
 PROMPT = "w3 w1 w4 w1 w5"
 IDS = [3, 1, 4, 1, 5]
 
 
 @pytest.fixture
-def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     """Make a Hugging Face model `tiny` with a tokenizer in the current folder."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     make_checkpoint(Path("tiny"), LLAMA)
     write_tokenizer(Path("tiny"))
     return tmp_path
 
 
-def generate_json(
-    capsys: pytest.CaptureFixture[str], checkpoint: str, *words: str, new: int = 6
-) -> dict[str, Any]:
+def generate_json(capsys: Capture, checkpoint: str, *words: str, new: int = 6) -> dict[str, Any]:
     report = run_json(capsys, "generate", checkpoint, "--max-new-tokens", str(new), *words)
     assert report["ok"], report
     return report
 
 
-def test_all_checkpoint_kinds_generate_the_same_tokens(
-    work_dir: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_all_checkpoint_kinds_generate_the_same_tokens(work_dir: Path, capsys: Capture):
     """A Hugging Face folder and its inits: unstacked, sharded and compressed, and stacked on axis 1."""
     run_ok("save-init", "tiny", "--out", "apart", "--no-scan")
     run_ok(
@@ -82,10 +80,7 @@ def test_all_checkpoint_kinds_generate_the_same_tokens(
     "words", [["generate", "tiny", "--tokens", "1,2"], ["eval", "tiny", "--data", "text.txt"]]
 )
 def test_missing_platform_is_an_error_before_weights_are_read(
-    work_dir: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
+    work_dir: Path, capsys: Capture, monkeypatch: MonkeyPatch, words: list[str]
 ):
     import jax
 
@@ -98,7 +93,7 @@ def test_missing_platform_is_an_error_before_weights_are_read(
     assert lines[:2] == ["error: JAX found no devices", "  why: Unable to initialize backend 'foo'"]
 
 
-def test_generate_reads_any_step_of_a_run(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_generate_reads_any_step_of_a_run(work_dir: Path, capsys: Capture):
     Path("text.txt").write_text(" ".join(WORDS[number] for number in 1 + np.arange(2000) % 7))
     Path("r.toml").write_text(
         'mesh = "1,2,4"\n[model]\npath = "tiny"\n[data]\ntype = "text"\npath = "text.txt"\nseq_length = 16\n'
@@ -128,7 +123,7 @@ def test_generate_reads_stdin_and_prints_texts_only(work_dir: Path):
     assert "12 tokens for 4 prompts in " in process.stderr
 
 
-def test_prompts_are_read_from_text_and_jsonl(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_prompts_are_read_from_text_and_jsonl(work_dir: Path, capsys: Capture):
     Path("p.jsonl").write_text('{"prompt": "w1 w2"}\n\n{"text": "w3", "other": 1}\n')
     Path("p.txt").write_bytes(b"\xef\xbb\xbfw1 w2\nw3\n")  # with a byte order mark
     reports = [
@@ -140,7 +135,7 @@ def test_prompts_are_read_from_text_and_jsonl(work_dir: Path, capsys: pytest.Cap
 
 # By default test_sampled_tokens_do_not_depend_on_batch compares batches of a generator.
 @pytest.mark.slow
-def test_batch_size_does_not_change_tokens(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_batch_size_does_not_change_tokens(work_dir: Path, capsys: Capture):
     words = [
         "--tokens",
         "1",
@@ -165,9 +160,7 @@ def test_batch_size_does_not_change_tokens(work_dir: Path, capsys: pytest.Captur
     )
 
 
-def test_new_tokens_default_to_learned_positions(
-    work_dir: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_new_tokens_default_to_learned_positions(work_dir: Path, capsys: Capture):
     make_checkpoint(Path("neo"), GPT_NEO, max_position_embeddings=9, eos_token_id=None)
     assert len(run_json(capsys, "generate", "neo", "--tokens", "1,2,3")["tokens"][0]) == 7
     for count in (5, 12):
@@ -179,7 +172,7 @@ def test_new_tokens_default_to_learned_positions(
         ]
 
 
-def test_generate_prints_ids_without_tokenizer(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_generate_prints_ids_without_tokenizer(work_dir: Path, capsys: Capture):
     Path("tiny/tokenizer.json").rename("words.json")
     report = generate_json(capsys, "tiny", "--tokens", "3, 1,4,1,5", new=1)
     assert (report["prompts"], report["texts"], report["prompt_tokens"]) == ([None], None, [IDS])
@@ -196,7 +189,7 @@ def test_generate_prints_ids_without_tokenizer(work_dir: Path, capsys: pytest.Ca
     assert lines[2] == " hint: `--tokenizer PATH`, or `--tokens 1,2,3`"
 
 
-def test_generation_stops_at_eos_token(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_generation_stops_at_eos_token(work_dir: Path, capsys: Capture):
     """The end token is in config.json, or in generation_config.json."""
     tokens = generate_json(capsys, "tiny", "--prompt", PROMPT, new=12)["tokens"][0]
     first_indices = [i for i, token in enumerate(tokens) if token not in tokens[:i]]
@@ -212,22 +205,18 @@ def test_generation_stops_at_eos_token(work_dir: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("ends", [[131, -1], 10**12, True, "2", None])
-def test_invalid_eos_token_ids_are_ignored(
-    work_dir: Path, capsys: pytest.CaptureFixture[str], ends: object
-):
+def test_invalid_eos_token_ids_are_ignored(work_dir: Path, capsys: Capture, ends: object):
     Path("tiny/generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     report = generate_json(capsys, "tiny", "--prompt", PROMPT, new=2)
     assert (len(report["tokens"][0]), report["ended"]) == (2, [False])
 
 
-def test_bfloat16_checkpoint_computes_in_bfloat16(
-    work_dir: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_bfloat16_checkpoint_computes_in_bfloat16(work_dir: Path, capsys: Capture):
     make_checkpoint(Path("half"), LLAMA, "bfloat16")
     assert generate_json(capsys, "half", "--tokens", "1,2", new=1)["dtype"] == "bfloat16"
 
 
-def test_encoder_decoder_generates_from_prompts(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_encoder_decoder_generates_from_prompts(work_dir: Path, capsys: Capture):
     make_checkpoint(Path("t5"), FAMILY_CONFIGS["t5"], eos_token_id=None)
     write_tokenizer(Path("t5"))
     report = generate_json(capsys, "t5", "--prompt", PROMPT, "--prompt", "w7")
@@ -307,9 +296,7 @@ INVALID_PROMPTS: dict[str, tuple[Sequence[str], str, int]] = {
 
 
 @pytest.mark.parametrize("why", INVALID_PROMPTS)
-def test_invalid_prompts_and_options_are_errors(
-    work_dir: Path, capsys: pytest.CaptureFixture[str], why: str
-):
+def test_invalid_prompts_and_options_are_errors(work_dir: Path, capsys: Capture, why: str):
     Path("bad.jsonl").write_text("w1 w2\n")
     Path("other.jsonl").write_text('{"prompt": "w1"}\n{"prompt": 3}\n')
     Path("bytes.txt").write_bytes(b"\xff\xfe\n")
@@ -321,13 +308,13 @@ def test_invalid_prompts_and_options_are_errors(
     assert "bug in prep" not in err
 
 
-def test_mesh_must_divide_the_heads(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_mesh_must_divide_the_heads(work_dir: Path, capsys: Capture):
     make_checkpoint(Path("odd"), LLAMA, num_attention_heads=2, num_key_value_heads=2)
     lines = error_lines(capsys, "generate", "odd", "--tokens", "1", "--mesh", "1,1,8")
     assert "heads" in lines[0]
 
 
-def test_prompt_ids_ignore_broken_tokenizer(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_prompt_ids_ignore_broken_tokenizer(work_dir: Path, capsys: Capture):
     for path in Path("tiny").rglob("tokenizer.json"):
         path.write_text("{")
     assert main(["generate", "tiny", "--tokens", "1", "--max-new-tokens", "1", "-q"]) == 0
@@ -335,7 +322,7 @@ def test_prompt_ids_ignore_broken_tokenizer(work_dir: Path, capsys: pytest.Captu
     assert main(["generate", "tiny", "--prompt", "w1", "-q"]) == 1
 
 
-def test_doubtful_inputs_are_noted(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_doubtful_inputs_are_noted(work_dir: Path, capsys: Capture):
     Path("other").mkdir()
     tokenizer = json.loads(Path("tiny/tokenizer.json").read_text())
     tokenizer["model"]["vocab"] = dict(list(tokenizer["model"]["vocab"].items())[:20])
@@ -349,3 +336,104 @@ def test_doubtful_inputs_are_noted(work_dir: Path, capsys: pytest.CaptureFixture
     assert main(["generate", "tiny", *words, " ".join([WORDS[3]] * 64)]) == OK
     error = capsys.readouterr().err
     assert "may have 65 tokens, and the model was made for 64 positions" in error
+
+
+# Generation that shows tokens while they are decoded, on a terminal and through the public API
+
+
+NEW_TOKENS = ("--max-new-tokens", "9")
+
+
+class Terminal(io.StringIO):
+    """A terminal that records its writes, and is interrupted after a number of them."""
+
+    def __init__(self, interrupt_after: int = 1000) -> None:
+        super().__init__()
+        self.writes: list[str] = []
+        self.interrupt_after = interrupt_after
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if len(self.writes) == self.interrupt_after:
+            self.interrupt_after = -1
+            raise KeyboardInterrupt
+        self.writes.append(text)
+        return super().write(text)
+
+
+@pytest.fixture
+def stream_dir(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
+    """Make the Hugging Face models `tiny` and `t5` with a tokenizer in the current folder."""
+    make_checkpoint(Path("tiny"), LLAMA)
+    make_checkpoint(Path("t5"), FAMILY_CONFIGS["t5"], eos_token_id=None)
+    for name in ("tiny", "t5"):
+        write_tokenizer(Path(name))
+    monkeypatch.setattr(generator, "MAX_STREAM_DELAY_S", 0)  # one step at a time
+    return tmp_path
+
+
+def open_terminal(monkeypatch: MonkeyPatch, **options: int) -> Terminal:
+    """Replace stdout by a terminal."""
+    terminal = Terminal(**options)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    return terminal
+
+
+@pytest.mark.parametrize(("name", "prompt"), [("tiny", "w3 w1"), ("t5", "w3 w1")])
+def test_one_prompt_streams_to_a_terminal(
+    name: str, prompt: str, stream_dir: Path, capsys: Capture, monkeypatch: MonkeyPatch
+):
+    (text,) = run_json(capsys, "generate", name, "--prompt", prompt, *NEW_TOKENS)["texts"]
+    terminal = open_terminal(monkeypatch)
+    assert main(["generate", name, "--prompt", prompt, *NEW_TOKENS]) == 0
+    assert terminal.getvalue() == text + "\n"
+    assert [piece for piece in terminal.writes if piece.strip()] == [
+        piece if index == 0 and name == "t5" else f" {piece}"
+        for index, piece in enumerate(text.split())
+    ]
+
+
+def test_token_ids_stream_without_tokenizer(stream_dir: Path, monkeypatch: MonkeyPatch):
+    Path("tiny/tokenizer.json").unlink()
+    terminal = open_terminal(monkeypatch)
+    assert main(["generate", "tiny", "--tokens", "3,1", *NEW_TOKENS]) == 0
+    assert len(terminal.writes) > 9
+    assert len(terminal.getvalue().strip().split(",")) == 9
+
+
+def test_several_prompts_print_one_line_each(stream_dir: Path, monkeypatch: MonkeyPatch):
+    terminal = open_terminal(monkeypatch)
+    assert main(["generate", "tiny", "--prompt", "w3", "--prompt", "w1", *NEW_TOKENS]) == 0
+    assert len(terminal.getvalue().splitlines()) == 2
+
+
+def test_interrupt_keeps_printed_text(stream_dir: Path, monkeypatch: MonkeyPatch):
+    terminal = open_terminal(monkeypatch, interrupt_after=3)
+    assert main(["generate", "tiny", "--prompt", "w3 w1", *NEW_TOKENS]) == 130
+    assert terminal.getvalue() == "".join(terminal.writes)
+    assert terminal.getvalue().endswith("\n")
+    assert len(terminal.getvalue().split()) == 3
+
+
+def test_api_passes_on_new_tokens_of_each_prompt(stream_dir: Path):
+    received: list[prep.NewTokens] = []
+    prompts = ["w3 w1", "w5", "w1 w1"]
+    result = prep.generate(
+        "tiny", prompts, max_new_tokens=5, batch_size=2, on_tokens=received.append
+    )
+    assert result.tokens == prep.generate("tiny", prompts, max_new_tokens=5, batch_size=2).tokens
+    for prompt, (text, tokens) in enumerate(zip(result.texts, result.tokens)):
+        parts = [new for new in received if new.prompt == prompt]
+        assert "".join(part.text for part in parts) == text
+        assert tuple(token for part in parts for token in part.tokens) == tokens
+        assert len(parts) == 5
+
+
+def test_api_returns_no_texts_without_tokenizer(stream_dir: Path):
+    Path("tiny/tokenizer.json").unlink()
+    received: list[prep.NewTokens] = []
+    result = prep.generate("tiny", tokens=[[3, 1]], max_new_tokens=2, on_tokens=received.append)
+    assert result.texts == (None,)
+    assert "".join(new.text for new in received) == ",".join(map(str, result.tokens[0]))

@@ -1,31 +1,43 @@
-"""`prep plan` on recipes, checkpoints and configs, without weights or data."""
+"""`prep plan` on recipes, checkpoints and configs, without weights or data, and the compiler's plan."""
 
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.commands.operations.recipes import recipes_folder
-from prepcli.core.errors import FAILED, OK, USAGE
+from prepcli.core.errors import FAILED, INTERRUPTED, OK, USAGE
+from prepcli.models.mesh import Mesh
+from tests.helpers.run_cli import Capture, MonkeyPatch
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_plans import RECIPE, TINY
+from trainer.distributed.compilation import CompileWatch
 from trainer.planning.step_time import ACCELERATORS
+from trainer.planning.training_plan import Collective, CompiledPlan
+from trainer.recipe import Recipe
+from trainer.training import compiled_plan as compiled
 
 RECIPES = sorted(path.name for path in recipes_folder().glob("*.toml"))
 GB = 10**9
 
 
 @pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
+def _in_empty_folder(monkeypatch: MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def plan_json(capsys: pytest.CaptureFixture[str], *words: str, code: int = OK) -> dict[str, Any]:
+def plan_json(capsys: Capture, *words: str, code: int = OK) -> dict[str, Any]:
     """Run `prep plan --json` and return its object."""
     capsys.readouterr()
     assert main(["plan", *words, "--json"]) == code
@@ -33,9 +45,7 @@ def plan_json(capsys: pytest.CaptureFixture[str], *words: str, code: int = OK) -
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_shipped_recipes_are_planned_without_checkpoints(
-    name: str, capsys: pytest.CaptureFixture[str]
-):
+def test_shipped_recipes_are_planned_without_checkpoints(name: str, capsys: Capture):
     report = plan_json(capsys, name)
     assert report["memory"]["peak"] > report["memory"]["parameters"] > 0
     assert [kind["kind"] for kind in report["kinds"]][:2] == ["v4", "v5e"]
@@ -43,7 +53,7 @@ def test_shipped_recipes_are_planned_without_checkpoints(
 
 
 @pytest.mark.parametrize("name", ["llama-7b-32k", "llama-13b"])
-def test_name_of_a_shipped_recipe_is_planned(name: str, capsys: pytest.CaptureFixture[str]):
+def test_name_of_a_shipped_recipe_is_planned(name: str, capsys: Capture):
     """The name of a recipe precedes the alias of a model, as in `prep train`."""
     by_name, by_file = (plan_json(capsys, target) for target in (name, f"{name}.toml"))
     assert (by_name["mesh"], by_name["tokens"]) == (by_file["mesh"], by_file["tokens"])
@@ -59,12 +69,12 @@ def test_name_of_a_shipped_recipe_is_planned(name: str, capsys: pytest.CaptureFi
     ],
     ids=["a recipe", "a folder", "an alias"],
 )
-def test_unknown_name_has_a_hint(name: str, hint: str, capsys: pytest.CaptureFixture[str]):
+def test_unknown_name_has_a_hint(name: str, hint: str, capsys: Capture):
     Path("gpt2-wikitext").mkdir()
     assert plan_json(capsys, name, code=USAGE)["error"]["hint"] == hint
 
 
-def test_config_needs_no_known_name(capsys: pytest.CaptureFixture[str]):
+def test_config_needs_no_known_name(capsys: Capture):
     make_checkpoint(Path("tiny"), LLAMA)
     assert (
         plan_json(capsys, "llama-7b-32", "--config", "tiny/config.json", "--mesh", "1,2,4")[
@@ -74,7 +84,7 @@ def test_config_needs_no_known_name(capsys: pytest.CaptureFixture[str]):
     )
 
 
-def test_name_of_a_recipe_and_of_a_file_is_ambiguous(capsys: pytest.CaptureFixture[str]):
+def test_name_of_a_recipe_and_of_a_file_is_ambiguous(capsys: Capture):
     make_checkpoint(Path("tiny"), LLAMA)
     Path("llama-7b.toml").write_text(RECIPE)
     error = plan_json(capsys, "llama-7b", code=USAGE)["error"]
@@ -86,9 +96,7 @@ def test_name_of_a_recipe_and_of_a_file_is_ambiguous(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(("name", "peak_gb"), [("llama-7b-32k", 6.0), ("llama-13b-32k", 8.8)])
-def test_long_context_recipes_fit_on_v5e(
-    name: str, peak_gb: float, capsys: pytest.CaptureFixture[str]
-):
+def test_long_context_recipes_fit_on_v5e(name: str, peak_gb: float, capsys: Capture):
     report = plan_json(capsys, f"{name}.toml", "--devices", "v5e")
     assert (report["mesh"], report["devices"], report["tokens"]) == ("1,64,4", 256, 64 * 32768)
     assert report["memory"]["peak"] < peak_gb * GB
@@ -96,7 +104,7 @@ def test_long_context_recipes_fit_on_v5e(
     assert report["warnings"] == []
 
 
-def test_checkpoint_is_planned_with_its_recorded_mesh(capsys: pytest.CaptureFixture[str]):
+def test_checkpoint_is_planned_with_its_recorded_mesh(capsys: Capture):
     make_checkpoint(Path("tiny"), LLAMA)
     assert main(["save-init", "tiny", "--pad-vocab", "auto", "--mesh", "1,2,4", "-q"]) == OK
     report = plan_json(capsys, "tiny-init")
@@ -110,15 +118,13 @@ def test_checkpoint_is_planned_with_its_recorded_mesh(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("mesh", ["1,-1,4", "fsdp:-1,mp:4"])
-def test_number_of_devices_replaces_a_mesh_size_of_minus_1(
-    mesh: str, capsys: pytest.CaptureFixture[str]
-):
+def test_number_of_devices_replaces_a_mesh_size_of_minus_1(mesh: str, capsys: Capture):
     report = plan_json(capsys, "llama-7b.toml", "--set", f"mesh={mesh}", "--devices", "16")
     assert (report["mesh"], len(report["kinds"])) == ("1,4,4", len(ACCELERATORS))
     assert plan_json(capsys, "gpt2", "--devices", "16")["mesh"] == "16,1,1", "the recipe's"
 
 
-def test_outputs_of_other_commands_are_planned(capsys: pytest.CaptureFixture[str]):
+def test_outputs_of_other_commands_are_planned(capsys: Capture):
     make_checkpoint(Path("tiny"), LLAMA)
     for command in (
         ["pad-vocab", "tiny", "--multiple", "8", "--out", "padded"],
@@ -133,19 +139,19 @@ def test_outputs_of_other_commands_are_planned(capsys: pytest.CaptureFixture[str
     )
 
 
-def test_missing_init_is_planned_from_a_published_config(capsys: pytest.CaptureFixture[str]):
+def test_missing_init_is_planned_from_a_published_config(capsys: Capture):
     assert main(["plan", "llama-13b-init", "--mesh", "1,64,4"]) == OK
     out, err = capsys.readouterr()
     assert "13,015,864,320 parameters; mesh dp 1 x fsdp 64 x mp 4 = 256 devices" in out
     assert "shapes from the published config of llama-13b" in err
 
 
-def test_encoder_models_have_sources_and_targets(capsys: pytest.CaptureFixture[str]):
+def test_encoder_models_have_sources_and_targets(capsys: Capture):
     report = plan_json(capsys, "flan-t5-base", "--mesh", "4,1,2")
     assert report["flops"]["attention_full"] > report["flops"]["attention_causal"] > 0
 
 
-def test_config_replaces_a_missing_checkpoint(capsys: pytest.CaptureFixture[str]):
+def test_config_replaces_a_missing_checkpoint(capsys: Capture):
     Path("config.json").write_text(json.dumps(TINY))
     Path("recipe.toml").write_text(RECIPE.replace("llama-7b-init", "my-init"))
     error = plan_json(capsys, "recipe.toml", "--mesh", "1,2,4", code=USAGE)["error"]
@@ -158,9 +164,7 @@ def test_config_replaces_a_missing_checkpoint(capsys: pytest.CaptureFixture[str]
     )
 
 
-def test_step_that_does_not_fit_names_keys_that_need_less_memory(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_step_that_does_not_fit_names_keys_that_need_less_memory(capsys: Capture):
     sets = ("--set", "data.seq_length=16384", "--set", "model.attention_kernel=reference")
     words = ("llama-7b.toml", "--devices", "A100-40", *sets)
     assert not plan_json(capsys, *words)["kinds"][0]["fits"]
@@ -171,14 +175,14 @@ def test_step_that_does_not_fit_names_keys_that_need_less_memory(
     assert plan_json(capsys, *words, *less)["kinds"][0]["fits"]
 
 
-def test_context_beyond_the_model_is_a_warning(capsys: pytest.CaptureFixture[str]):
+def test_context_beyond_the_model_is_a_warning(capsys: Capture):
     report = plan_json(capsys, "llama-7b.toml", "--set", "data.seq_length=4096")
     assert report["warnings"] == [
         "`data.seq_length` is 4,096, and the model was made for 2,048 positions; `model.rope_scaling` extends them"
     ]
 
 
-def test_plan_shows_the_bytes_sent_between_slices(capsys: pytest.CaptureFixture[str]):
+def test_plan_shows_the_bytes_sent_between_slices(capsys: Capture):
     words = (
         str(recipes_folder() / "llama-7b.toml"),
         "--devices",
@@ -198,7 +202,7 @@ def test_plan_shows_the_bytes_sent_between_slices(capsys: pytest.CaptureFixture[
     assert axis["slices"] == 2
 
 
-def test_search_lists_fitting_meshes_first_the_fastest(capsys: pytest.CaptureFixture[str]):
+def test_search_lists_fitting_meshes_first_the_fastest(capsys: Capture):
     report = plan_json(capsys, "llama-7b-32k.toml", "--search", "--devices", "v5p")
     rates = [mesh["tokens_per_s"] for mesh in report["meshes"]]
     assert rates == sorted(rates, reverse=True)
@@ -234,18 +238,16 @@ def test_search_lists_fitting_meshes_first_the_fastest(capsys: pytest.CaptureFix
         (["--set", "model.ffn_chunk_size=0"], USAGE, "`--set`: `model.ffn_chunk_size` is 0"),
     ],
 )
-def test_invalid_requests_are_errors(
-    words: list[str], code: int, what: str, capsys: pytest.CaptureFixture[str]
-):
+def test_invalid_requests_are_errors(words: list[str], code: int, what: str, capsys: Capture):
     assert plan_json(capsys, "llama-7b.toml", *words, code=code)["error"]["what"] == what
 
 
-def test_first_letters_of_a_device_kind_get_suggestions(capsys: pytest.CaptureFixture[str]):
+def test_first_letters_of_a_device_kind_get_suggestions(capsys: Capture):
     error = plan_json(capsys, "llama-7b.toml", "--devices", "a100:8", code=USAGE)["error"]
     assert error["hint"] == "did you mean `A100-40` or `A100-80`?"
 
 
-def test_page_is_self_contained(capsys: pytest.CaptureFixture[str]):
+def test_page_is_self_contained(capsys: Capture):
     assert main(["plan", "llama-7b.toml", "--devices", "v5e", "--html", "plan.html"]) == OK
     page = Path("plan.html").read_text()
     assert page.count("<svg") == 1
@@ -258,20 +260,20 @@ def test_page_is_self_contained(capsys: pytest.CaptureFixture[str]):
     ] == ("cannot read or write no/folder.html")
 
 
-def test_how_to_page_shows_the_current_output(capsys: pytest.CaptureFixture[str]):
+def test_how_to_page_shows_the_current_output(capsys: Capture):
     page = (Path(__file__).parents[4] / "docs" / "how-to" / "plan.md").read_text()
     assert main(["plan", "llama-7b-32k.toml", "--devices", "v5p"]) == OK
     assert capsys.readouterr().out in page, "copy the output of the page's first command into it"
 
 
-def test_kernel_of_another_platform_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_kernel_of_another_platform_is_refused(capsys: Capture):
     words = ("llama-7b-32k.toml", "--set", "model.attention_kernel=pallas-splash", "--devices")
     assert plan_json(capsys, *words, "v5p")["memory"]["scores"] == 0
     assert main(["plan", *words, "H100"]) == USAGE
     assert "it runs on tpu, not on cuda" in capsys.readouterr().err
 
 
-def test_auto_is_the_kernel_of_the_devices(capsys: pytest.CaptureFixture[str]):
+def test_auto_is_the_kernel_of_the_devices(capsys: Capture):
     words = ("llama-7b-32k.toml", "--set", "model.attention_kernel=auto", "--devices", "v5p")
     assert plan_json(capsys, *words)["memory"]["scores"] == 0
     assert plan_json(capsys, *words, "--set", "model.dropout=0.1")["memory"]["scores"] > 0, (
@@ -279,7 +281,7 @@ def test_auto_is_the_kernel_of_the_devices(capsys: pytest.CaptureFixture[str]):
     )
 
 
-def test_plan_describes_the_settings_of_a_recipe(capsys: pytest.CaptureFixture[str]):
+def test_plan_describes_the_settings_of_a_recipe(capsys: Capture):
     Path("config.json").write_text(json.dumps(TINY))
     Path("recipe.toml").write_text(RECIPE)
     keys = (
@@ -302,6 +304,254 @@ def test_plan_describes_the_settings_of_a_recipe(capsys: pytest.CaptureFixture[s
     assert plan_json(capsys, *words)["settings"] == expected
 
 
-def test_plan_of_a_checkpoint_has_no_settings(capsys: pytest.CaptureFixture[str]):
+def test_plan_of_a_checkpoint_has_no_settings(capsys: Capture):
     assert plan_json(capsys, "gpt2")["settings"] != []
     assert plan_json(capsys, "llama-13b-init", "--mesh", "1,64,4")["settings"] == []
+
+
+# `prep plan --compile`: the compiler's plan beside the estimate
+
+
+MIB = 1 << 20
+WORDS = ("plan", "nowhere", "--config", "config.json")
+
+
+@pytest.fixture
+def config_file():
+    Path("config.json").write_text(json.dumps(LLAMA))
+
+
+def compile_json(capsys: Capture, *words: str, code: int = OK) -> dict[str, Any]:
+    """Run `prep plan --json` and return its object."""
+    capsys.readouterr()
+    assert main([*WORDS, *words, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def requests(monkeypatch: MonkeyPatch) -> list[tuple[Recipe, Mapping[str, Any], str, str | None]]:
+    """Replace the compilation by a fixed plan, and record its arguments."""
+    recorded: list[tuple[Recipe, Mapping[str, Any], str, str | None]] = []
+
+    def fake_plan(
+        recipe: Recipe,
+        manifest: Mapping[str, Any],
+        mesh: Mesh,
+        topology: str | None,
+        *,
+        watch: CompileWatch,
+    ) -> CompiledPlan:
+        watch.on_phase("XLA compiles it", 65.0)
+        recorded.append((recipe, manifest, str(mesh), topology))
+        return CompiledPlan(
+            target=topology or "4 CPU devices",
+            kernel="blockwise",
+            is_upper_bound=topology is None,
+            temp_nbytes=900 * MIB,
+            argument_nbytes=100 * MIB,
+            output_nbytes=101 * MIB,
+            alias_nbytes=100 * MIB,
+            compile_s=61.04,
+            host_nbytes=1100 * MIB,
+            collectives=(Collective("all-gather", 1234, 5 * MIB),),
+            jax_version="0.12.0.1",
+            libtpu_version="0.0.50.1" if topology else "",
+        )
+
+    monkeypatch.setattr(compiled, "compiled_plan", fake_plan)
+    return recorded
+
+
+@pytest.mark.usefixtures("config_file")
+def test_step_is_compiled_for_cpu_devices(capsys: Capture):
+    report = compile_json(capsys, "--mesh", "1,2,2", "--set", "data.seq_length=32", "--compile")
+    compiled = report["compiled"]
+    assert (compiled["target"], compiled["is_upper_bound"], compiled["kernel"]) == (
+        "4 CPU devices",
+        True,
+        "blockwise",
+    )
+    assert compiled["peak"] == compiled["temporary"] + compiled["arguments"] + compiled["outputs"]
+    assert compiled["ratio"] == compiled["estimated"] / compiled["peak"]
+    assert compiled["arguments"] >= report["memory"]["parameters"] + report["memory"]["moments"]
+    assert "all-reduce" in {collective["kind"] for collective in compiled["collectives"]}
+    assert min(compiled["compile_s"], compiled["host_memory"]) > 0
+    assert compiled["jax"] == version("jax")
+    assert compiled["libtpu"] == ""
+
+
+@pytest.mark.usefixtures("config_file")
+def test_text_has_memory_collectives_and_cost(requests: list[Any], capsys: Capture):
+    assert main([*WORDS, "--devices", "v5p:4", "--compile", "--set", "model.dtype=float32"]) == OK
+    out, err = capsys.readouterr()
+    estimate = compile_json(capsys, "--devices", "v5p:4", "--set", "model.dtype=float32")["memory"][
+        "peak"
+    ]
+    lines = out.partition("memory of one device, compiled for v5p:2x2x1\n")[2].splitlines()
+    assert [line.rsplit("  ", 1)[0].strip() for line in lines[:6]] == [
+        "temporary arrays", "state and batch", "outputs not in place", "in all", "estimated", "estimated / in all",
+    ]  # fmt: skip
+    assert lines[3].endswith("1001 MiB")
+    assert lines[5].endswith(f"{estimate / (1001 * MIB):.2f}")
+    assert lines[8].split() == ["all-gather", "1,234", "5.0", "MiB"]
+    cost = "in 61.0 s with 1.07 GiB of host memory"
+    assert lines[10] == (
+        f"Attention kernel blockwise; compiled by jax 0.12.0.1, libtpu 0.0.50.1 {cost}."
+        " An operation in a loop counts once."
+    )
+    assert "compiling for v5p:2x2x1" in err
+    assert "XLA compiles it, 65.0 s since the start" in err
+
+
+@pytest.mark.usefixtures("config_file")
+def test_upper_bound_is_compared_with_the_estimate_for_cpus(requests: list[Any], capsys: Capture):
+    report = compile_json(capsys, "--devices", "H100:4", "--compile")
+    assert requests[0][3] is None
+    assert report["compiled"]["estimated"] > report["memory"]["peak"], "bfloat16 is widened"
+    assert main([*WORDS, "--mesh", "1,2,2", "--compile"]) == OK
+    out = capsys.readouterr().out
+    assert "compiled for 4 CPU devices, an upper bound" in out
+    assert out.endswith("accelerators need less memory.\n")
+
+
+@pytest.mark.usefixtures("config_file")
+def test_compile_uses_vocabulary_and_rules_of_the_plan(requests: list[Any], capsys: Capture):
+    compile_json(capsys, "--mesh", "1,2,2", "--set", 'rules=["vocab=mp"]', "--compile")
+    recipe, manifest, mesh, _ = requests[0]
+    assert (recipe.mesh, mesh, manifest["rules"]) == ("1,2,2", "1,2,2", ["vocab=mp"])
+    assert manifest["config"] == LLAMA | {"vocab_size": 132, "true_vocab_size": 131}
+    assert {key: manifest[key] for key in ("tied", "scan", "scan_axis")} == {
+        "tied": False,
+        "scan": True,
+        "scan_axis": 0,
+    }
+
+
+@pytest.mark.usefixtures("config_file")
+def test_page_shows_the_compiled_step(requests: list[Any], capsys: Capture):
+    assert main([*WORDS, "--devices", "v5e:4", "--compile", "--html", "plan.html"]) == OK
+    page = Path("plan.html").read_text()
+    for text in (
+        "memory of one device, compiled for v5e:2x2",
+        "temporary arrays",
+        "all-gather",
+        "Attention kernel blockwise; compiled by jax 0.12.0.1, libtpu 0.0.50.1 in",
+    ):
+        assert text in page
+
+
+@pytest.mark.usefixtures("config_file")
+def test_plan_without_compile_has_no_compiled_step(requests: list[Any], capsys: Capture):
+    assert compile_json(capsys, "--mesh", "1,2,2")["compiled"] is None
+    assert requests == []
+
+
+@pytest.mark.usefixtures("config_file")
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--devices", "v5e:2"], "no slice of v5e has 2 chips"),
+        (["--devices", "v5e:4", "--search"], "`--compile` has no effect with `--search`"),
+    ],
+)
+def test_invalid_compilations_are_errors(
+    words: list[str], what: str, requests: list[Any], capsys: Capture
+):
+    error = compile_json(capsys, *words, "--compile", code=USAGE)["error"]
+    assert error["what"] == what
+    assert requests == []
+
+
+@pytest.mark.usefixtures("config_file")
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs the extra `tpu`")
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["blockwise", "auto"])
+def test_step_is_compiled_for_a_tpu_slice(kernel: str, capsys: Capture, monkeypatch: MonkeyPatch):
+    """XLA_FLAGS of the test suite are unknown to libtpu."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    words = (
+        "--mesh",
+        "1,2,2",
+        "--devices",
+        "v5e",
+        "--set",
+        f"model.attention_kernel={kernel}",
+        "--compile",
+    )
+    compiled = compile_json(capsys, *words)["compiled"]
+    assert (compiled["target"], compiled["is_upper_bound"]) == ("v5e:2x2", False)
+    assert compiled["temporary"] > 0
+
+
+@pytest.mark.usefixtures("config_file")
+def test_time_limit_ends_the_compilation(capsys: Capture):
+    error = compile_json(
+        capsys, "--mesh", "1,2,2", "--compile", "--compile-timeout", "0.01", code=FAILED
+    )["error"]
+    assert error["what"] == "the step was not compiled within 0.01 s"
+    assert "--compile-timeout" in error["hint"]
+
+
+@pytest.mark.usefixtures("config_file")
+def test_time_limit_needs_a_compilation(capsys: Capture):
+    error = compile_json(capsys, "--mesh", "1,2,2", "--compile-timeout", "9", code=USAGE)["error"]
+    assert "`--compile-timeout`" in error["what"]
+
+
+# By default test_compile_process ends the process with its parent and at its limit.
+@pytest.mark.usefixtures("config_file")
+@pytest.mark.slow
+def test_interrupt_ends_the_compilation():
+    words = [*WORDS, "--mesh", "1,2,2", "--compile"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "prepcli", *words], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        while "since the start" not in (line := process.stderr.readline()):
+            assert line
+        process.send_signal(signal.SIGINT)
+        process.stderr.read()
+    assert process.returncode == INTERRUPTED
+
+
+# `prep.plan`: typed options in, a typed plan out
+
+
+@pytest.mark.usefixtures("config_file")
+def test_plan_returns_the_estimates():
+    step = prep.plan("model", config="config.json", mesh="1,2,1", devices="H100:2")
+    assert step.mesh == "1,2,1"
+    assert step.peak_bytes > 0
+    assert [estimate.kind.name for estimate in step.kinds] == ["H100"]
+    assert not step.is_too_large
+    assert step.compiled is None
+
+
+@pytest.mark.usefixtures("config_file")
+def test_plan_takes_overrides_as_one_text_or_several():
+    config = Path("config.json")
+    short = prep.plan("model", config=config, overrides="data.seq_length=16")
+    several = ["data.seq_length=16", "batch.per_replica=2"]
+    assert prep.plan("model", config=config, overrides=several).training_plan.tokens == (
+        2 * short.training_plan.tokens
+    )
+
+
+@pytest.mark.usefixtures("config_file")
+def test_plan_errors_name_arguments():
+    with pytest.raises(prep.UsageError) as caught:
+        prep.plan("model", config="config.json", compile_timeout=5.0)
+    assert str(caught.value).startswith("`compile_timeout` has no effect without `compile=True`")
+
+
+@pytest.mark.usefixtures("config_file")
+def test_plan_checks_the_least_timeout():
+    with pytest.raises(prep.UsageError, match=r"it must be at least 0\.01"):
+        prep.plan("model", config="config.json", compile=True, compile_timeout=0.001)
+
+
+@pytest.mark.usefixtures("config_file")
+def test_plan_error_of_a_mesh_names_the_argument():
+    with pytest.raises(prep.UsageError) as caught:
+        prep.plan("model", config="config.json", mesh="9")
+    assert str(caught.value).startswith('`mesh="9"` has 1 axis')

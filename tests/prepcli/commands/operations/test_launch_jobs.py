@@ -1,0 +1,371 @@
+"""Shipped recipes for several hosts, and jobs on a real Ray and a real SLURM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from prepcli.commands.cli.main import main
+from prepcli.commands.operations.recipes import recipes_folder
+from prepcli.core.errors import OK, USAGE
+from prepcli.formats.manifest import saved_steps
+from tests.helpers import slurm
+from tests.helpers.killing import read_files
+from tests.helpers.launched_jobs import kill_share, kill_training_process
+from tests.helpers.object_server import serve_objects
+from tests.helpers.run_cli import Capture, MonkeyPatch
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, LLAMA, make_checkpoint
+from tests.helpers.training_folder import WORDS, make_training_folder, write_tokenizer
+from tests.helpers.waiting import MAX_S, wait_until
+
+# Recipe, accelerator, devices, largest peak of one device in GB, and the words of `prep launch` in its comment
+FULL_SIZE = [
+    (
+        "llama-13b",
+        "H100",
+        16,
+        37,
+        ["slurm", "--nodes", "2", "--devices-per-node", "8", "--time", "24:00:00"],
+    ),
+    (
+        "gpt2",
+        "A100-40",
+        16,
+        12,
+        ["slurm", "--nodes", "2", "--devices-per-node", "8", "--time", "4:00:00"],
+    ),
+    ("gpt-j-6b", "v4", 32, 8, ["tpu", "--accelerator", "v4-64", "--zone", "us-central2-b"]),
+]
+TINY = [  # recipe, config, mesh, and other keys that depend on the size
+    ("llama-13b", LLAMA, "2,1,4", []),
+    ("gpt2", GPT2, "8,1,1", []),
+    ("gpt-j-6b", FAMILY_CONFIGS["gptj"], "1,4,2", ["optimizer.warmup_steps=1"]),
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(monkeypatch: MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "count", "peak_gb", "launch"), FULL_SIZE, ids=lambda value: str(value)
+)
+def test_launch_recipes_fit_and_are_launched(
+    name: str, devices: str, count: int, peak_gb: float, launch: list[str], capsys: Capture
+):
+    recipe = recipes_folder() / f"{name}.toml"
+    capsys.readouterr()
+    assert main(["plan", str(recipe), "--devices", devices, "--json"]) == OK
+    report = json.loads(capsys.readouterr().out)
+    assert (report["devices"], report["kinds"][0]["fits"], report["warnings"]) == (count, True, [])
+    assert report["memory"]["peak"] < peak_gb * 10**9
+    target, *options = launch
+    assert f"prep launch {target} {name} {' '.join(options)}" in recipe.read_text()
+    assert main(["launch", target, name, *options]) == OK
+    assert "prep train" in capsys.readouterr().out
+
+
+LAUNCH_OPTIONS = {
+    "slurm": (),
+    "tpu": ("--accelerator", "v4-32", "--zone", "us-central2-b"),
+    "gke": ("--image", "IMAGE", "--nodes", "2", "--devices-per-node", "8", "--claim", "runs"),
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "trained"),
+    [
+        ("slurm", "prep train gpt2"),
+        ("tpu", 'prep train "$HOME"/gpt2.toml'),
+        ("gke", "prep train /etc/prep/gpt2.toml"),
+    ],
+)
+def test_launch_takes_the_name_of_a_shipped_recipe(
+    target: str, trained: str, capsys: Capture
+) -> None:
+    assert main(["launch", target, "gpt2", *LAUNCH_OPTIONS[target]]) == OK
+    assert trained in capsys.readouterr().out
+
+
+def test_launch_local_checks_a_shipped_recipe(capsys: Capture) -> None:
+    assert main(["launch", "local", "gpt2", "--processes", "2"]) == USAGE
+    assert "mesh 16,1,1 needs 16 devices, there are 2" in capsys.readouterr().err
+
+
+def test_launch_suggests_a_shipped_recipe(capsys: Capture) -> None:
+    assert main(["launch", "slurm", "gpt-neo"]) == USAGE
+    assert "did you mean `gpt-neo-1.3b`" in capsys.readouterr().err
+
+
+def test_comments_of_recipes_name_no_folder() -> None:
+    """A wheel has the recipes in its package, and no folder `recipes` here."""
+    for recipe in recipes_folder().glob("*.toml"):
+        assert "recipes/" not in recipe.read_text(), recipe.name
+
+
+# By default test_seed_recipes_train trains a shipped recipe, and a test above plans these.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "config", "mesh", "values"),
+    slow_except(TINY, TINY[1:2]),
+    ids=[name for name, *_ in TINY],
+)
+def test_launch_recipes_train(
+    name: str, config: dict[str, object], mesh: str, values: list[str], capsys: Capture
+):
+    make_checkpoint(Path("tiny"), config)
+    write_tokenizer(Path("tiny"))
+    assert main(["save-init", "tiny", "--mesh", mesh, "--pad-vocab", "auto", "-q"]) == OK
+    Path("train.jsonl").write_text(json.dumps({"text": " ".join(WORDS * 10)}) + "\n")
+    values = [
+        *values,
+        f"mesh={mesh}",
+        "model.path=tiny-init",
+        "data.path=train.jsonl",
+        "data.seq_length=16",
+    ]
+    sets = [word for value in values for word in ("--set", value)]
+    capsys.readouterr()
+    assert (
+        main(["train", str(recipes_folder() / f"{name}.toml"), "--out", "run", "--json", *sets])
+        == OK
+    )
+    report = json.loads(capsys.readouterr().out)
+    assert 0 < report["loss"] < 10
+    assert saved_steps(Path("run")) == [report["steps"]]
+
+
+# `prep launch ray` on a real Ray with two workers of this machine
+
+
+LOG = Path("driver.log")
+
+
+def start_driver(*words: str) -> subprocess.Popen[str]:
+    """Write the driver of a job with two workers, and start it. It starts Ray on this machine."""
+    launch = ["launch", "ray", "--workers", "2", "--folder", str(Path.cwd()), "--out", "job.py"]
+    # The tests themselves have eight CPU devices.
+    launch += ["--env", "JAX_NUM_CPU_DEVICES=1"]
+    assert main([*launch, "--", *words]) == OK
+    # Ray starts its workers in another folder.
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with LOG.open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, "job.py"], stdout=log, stderr=subprocess.STDOUT, env=env, text=True
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs ray[train]")
+def test_killed_share_of_a_conversion_is_written_again():
+    make_checkpoint(Path("model"), LLAMA)
+    words = ["save-init", "model", "--mesh", "1,2,1"]
+    assert main([*words, "--out", "one", "--processes", "1/0"]) == OK
+    driver = start_driver(*words, "--out", "two")
+    killed = kill_share(2, 1)
+    assert driver.wait(MAX_S) == OK, LOG.read_text()
+    assert not Path(f"/proc/{killed}").exists()
+    assert read_files(Path("two")) == read_files(Path("one"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs ray[train]")
+def test_two_workers_train_and_resume():
+    make_training_folder()
+    sets = ["--set", "mesh=1,2,1", "--set", "train.steps=60", "--set", "checkpoint.every=5"]
+    driver = start_driver("train", "recipe.toml", "--out", "run", *sets)
+    wait_until(lambda: "saved step" in LOG.read_text(), driver)
+    kill_training_process(1)
+    assert driver.wait(MAX_S) == OK, LOG.read_text()
+    assert "resuming at step" in LOG.read_text()
+    assert saved_steps(Path("run"))[-1] == 60
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs ray[train]")
+def test_error_of_a_training_ends_the_job_with_its_code():
+    make_training_folder()
+    Path("text.txt").unlink()
+    driver = start_driver("train", "recipe.toml", "--set", "mesh=1,2,1", "--set", "model.path=none")
+    assert driver.wait(MAX_S) in (1, USAGE), LOG.read_text()
+    assert LOG.read_text().count("error: ") <= 2
+
+
+# `prep launch slurm --submit` on a real SLURM: stopped and killed jobs are requeued and resume
+
+
+# The nodes are one machine with loopback addresses, so the job has the variables of JAX instead of those of SLURM
+PREP = f"""#!/bin/bash
+export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=4 JAX_NUM_PROCESSES=$SLURM_NTASKS JAX_PROCESS_ID=$SLURM_PROCID
+export JAX_COORDINATOR_ADDRESS=127.0.0.1:$((20000 + SLURM_JOB_ID))
+unset ${{!SLURM_@}}
+exec {sys.executable} -m prepcli "$@"
+"""
+
+
+@pytest.fixture
+def cluster() -> Iterator[dict[str, str]]:
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder,
+        slurm.slurm_cluster(Path(folder)) as variables,
+    ):
+        yield variables
+
+
+def wait_for_text(path: Path, text: str, timeout_s: float = MAX_S) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not path.exists() or text not in path.read_text():
+        assert time.monotonic() < deadline_s, path.read_text() if path.exists() else path
+        time.sleep(0.2)
+
+
+def write_program(path: Path, text: str) -> None:
+    """Write a program into a new folder."""
+    path.parent.mkdir()
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(slurm.missing_requirement()), reason=slurm.missing_requirement())
+def test_stopped_job_is_requeued_and_resumes(
+    cluster: dict[str, str], monkeypatch: MonkeyPatch, capsys: Capture
+):
+    for name, value in cluster.items():
+        monkeypatch.setenv(name, value)
+    make_training_folder()
+    write_program(Path("bin/prep"), PREP)
+    capsys.readouterr()
+    command = [
+        "launch",
+        "slurm",
+        "recipe.toml",
+        "--nodes",
+        "2",
+        "--setup",
+        "export PATH=$PWD/bin:$PATH",
+        "--submit",
+    ]
+    assert (
+        main(
+            [
+                *command,
+                "--",
+                "--out",
+                "run",
+                "--set",
+                "train.steps=60",
+                "--set",
+                "checkpoint.every=60",
+            ]
+        )
+        == OK
+    )
+    job = capsys.readouterr().out.strip()
+    log = Path(f"recipe-{job}.log")
+    wait_for_text(log, "step  5/60")
+    subprocess.run(["scancel", "--signal=USR1", job], check=True)
+    wait_for_text(log, "Exited with exit code 75")
+    fields = slurm.wait_for_job(job, cluster, state="COMPLETED")
+    assert (fields["Restarts"], fields["ExitCode"]) == ("1", "0:0")
+    assert "0: resuming at step" in log.read_text()
+    assert saved_steps(Path("run"))[-1] == 60
+
+
+ARRAY_PREP = f"""#!/bin/bash
+export JAX_PLATFORMS=cpu
+exec {sys.executable} -m prepcli "$@"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(slurm.missing_requirement()), reason=slurm.missing_requirement())
+def test_killed_task_of_an_array_is_requeued_alone(
+    cluster: dict[str, str], monkeypatch: MonkeyPatch, capsys: Capture
+):
+    for name, value in cluster.items():
+        monkeypatch.setenv(name, value)
+    make_checkpoint(Path("model"), LLAMA)
+    write_program(Path("bin/prep"), ARRAY_PREP)
+    words = ["save-init", "model", "--mesh", "1,2,1"]
+    assert main([*words, "--out", "one", "--processes", "1/0"]) == OK
+    launch = ["launch", "slurm", "--array", "3", "--setup", "export PATH=$PWD/bin:$PATH"]
+    capsys.readouterr()
+    assert main([*launch, "--submit", "--", *words, "--out", "three"]) == OK
+    job = capsys.readouterr().out.strip()
+    kill_share(3, 1)
+    # The requeued task first: SLURM would start it only after two minutes, and the other ones wait for it.
+    for task in (1, 0, 2):
+        fields = slurm.wait_for_job(f"{job}_{task}", cluster, state="COMPLETED")
+        log = Path(f"save-init-{job}_{task}.log").read_text()
+        assert (fields["Restarts"], fields["ExitCode"]) == (str(int(task == 1)), "0:0"), log
+    assert read_files(Path("three")) == read_files(Path("one"))
+
+
+# Each task takes all cores of a node. No local file may have more than 1 MiB.
+BUCKET_PREP = f"""#!/bin/bash
+ulimit -f 1024
+exec {sys.executable} -m prepcli "$@"
+"""
+BIG = LLAMA | {"vocab_size": 16384, "hidden_size": 512, "num_hidden_layers": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(slurm.missing_requirement()), reason=slurm.missing_requirement())
+def test_killed_host_is_requeued_and_completes_an_output_in_a_bucket(
+    cluster: dict[str, str], monkeypatch: MonkeyPatch, capsys: Capture
+):
+    """Two hosts without a shared folder for the output. The store is on the loopback interface."""
+    make_checkpoint(Path("model"), BIG)
+    write_program(Path("bin/prep"), BUCKET_PREP)
+    words = ["save-init", "model", "--mesh", "1,2,1"]
+    launch = ["launch", "slurm", "--array", "2", "--cpus", "2"]
+    launch += ["--setup", "export PATH=$PWD/bin:$PATH", "--submit", "--"]
+    with serve_objects() as store:
+        for name, value in (cluster | store.environment()).items():
+            monkeypatch.setenv(name, value)
+        assert main([*words, "--out", "gs://bucket/one", "--processes", "1/0"]) == OK
+        store.stored.clear()
+        # The requests are slow, so that the kill comes between two objects.
+        store.delay_s = 0.5
+        capsys.readouterr()
+        assert main([*launch, *words, "--out", "gs://bucket/two"]) == OK
+        job = capsys.readouterr().out.strip()
+        wait_until(lambda: any("two/d/" in key for key in store.stored))
+        kill_share(2, 1)
+        for task in (1, 0):
+            fields = slurm.wait_for_job(f"{job}_{task}", cluster, state="COMPLETED")
+            log = Path(f"save-init-{job}_{task}.log").read_text()
+            assert (fields["Restarts"], fields["ExitCode"]) == (str(int(task == 1)), "0:0"), log
+        assert store.objects_below("bucket/two/") == store.objects_below("bucket/one/")
+        sent = Counter(key for key in store.stored if ".prep" not in key)
+        assert set(sent.values()) == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(slurm.missing_requirement()), reason=slurm.missing_requirement())
+@pytest.mark.parametrize("words", [["recipe.toml", "--nodes", "2"], ["--array", "3"]])
+def test_sbatch_accepts_every_directive(words: list[str], cluster: dict[str, str]):
+    make_training_folder()
+    options = ["--cpus", "1", "--mem", "100M", "--time", "0:10:00", "--partition", "main"]
+    command = [] if "recipe.toml" in words else ["--", "save-init", "model"]
+    assert main(["launch", "slurm", *words, *options, "--out", "job.sh", *command]) == OK
+    done = subprocess.run(
+        ["sbatch", "--test-only", "job.sh"],
+        env={**os.environ, **cluster},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
