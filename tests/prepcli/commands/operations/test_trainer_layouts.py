@@ -1,34 +1,56 @@
-"""Trees of other trainers (MaxText, Tunix): written, restored by Orbax, and read back without a changed bit."""
+"""Checkpoints of MaxText, Tunix, Levanter and torchtitan, and `--format dcp`: their libraries read them, and back.
+
+`test_trainer_scales.py` has the models that MaxText scales.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import xxhash
 from safetensors.numpy import save_file
 
 import prepcli as prep
-from prepcli.core.errors import PrepError
-from prepcli.execution import folder_run
+from prepcli.core.errors import DamagedError
+from tests.helpers.damage import flip_used_bit, largest_file
+from tests.helpers.dcp_shards import save_sharded
+from tests.helpers.lazy_modules import lazy_module
+from tests.helpers.levanter_trees import TREES as LEVANTER_TREES
+from tests.helpers.levanter_trees import read_levanter, write_levanter
 from tests.helpers.llama_trees import read_init
-from tests.helpers.manifests import changed_manifest
-from tests.helpers.run_cli import error_lines, run_ok
+from tests.helpers.run_cli import Capture, error_lines, run_failing, run_ok
 from tests.helpers.tiny_checkpoints import (
+    FAMILY_CONFIGS,
+    GPT2,
     GROUPED_QUERY,
     assert_same,
     make_checkpoint,
     read_tensors,
 )
-from tests.helpers.trainer_trees import ITEMS, TREES
-from tests.helpers.way_back import check_way_back
+from tests.helpers.torchtitan_states import torchtitan_state
+from tests.helpers.trainer_trees import ITEMS, TREES, Leaves
 from tests.helpers.zarr_items import write_item
 
+
+def check_way_back(tensors: Mapping[str, np.ndarray]) -> None:
+    """Verify the export `out` of `./model`, convert it again, and compare the tensors of its own export."""
+    run_ok("verify", "out")
+    run_ok("verify", "out", "./model")
+    run_ok("save-init", "out", "--out", "init", "--mesh", "1,2,1")
+    run_ok("verify", "init", "out")
+    run_ok("export", "init", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+
+
+torch = lazy_module("torch")
+dcp = lazy_module("torch.distributed.checkpoint")
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -36,79 +58,169 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-# Heads of 16 elements, so that the scale 1 / sqrt(16) is exact.
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DEEPSEEK = FAMILY_CONFIGS["deepseek_v3"]
+# Heads of 16 elements, so that the scale 1 / sqrt(16) of MaxText is exact.
+GROUPED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama3.1": {"model_type": "llama", "rope_scaling": LLAMA3_ROPE},
+    "mistral": {},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": EXPERTS,
+    "gemma": {},
+    "gemma-equal-heads": {"model_type": "gemma", "num_key_value_heads": 4},
+    "gemma2": {},
+    "gemma3": {"model_type": "gemma3_text"},
+    "olmo2": {},
+    "olmo3": {},
+}
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": GROUPED_QUERY | {"model_type": "llama"},
-    "llama3.1": GROUPED_QUERY | {"model_type": "llama", "rope_scaling": LLAMA3_ROPE},
-    "mistral": GROUPED_QUERY | {"model_type": "mistral"},
-    "mixtral": GROUPED_QUERY | {"model_type": "mixtral", "num_local_experts": 4},
-    "qwen2": GROUPED_QUERY | {"model_type": "qwen2"},
-    "qwen3": GROUPED_QUERY | {"model_type": "qwen3"},
-    "qwen3_moe": GROUPED_QUERY
-    | {
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-    },
+    **{name: GROUPED_QUERY | {"model_type": name} | config for name, config in GROUPED.items()},
+    "gpt2": GPT2,
+    "gpt_oss": FAMILY_CONFIGS["gpt_oss"],
+    "deepseek_v3": DEEPSEEK,
+    # No dense layers. Moonlight is an example of a model without a latent of queries.
+    "deepseek_v3-sparse": DEEPSEEK | {"first_k_dense_replace": 0, "q_lora_rank": None},
 }
 LLAMA = MODELS["llama"]
-GEMMA = GROUPED_QUERY | {"model_type": "gemma"}
-TUNIX_MODELS = {
-    **{name: MODELS[name] for name in ("llama", "qwen2", "qwen3", "qwen3_moe")},
-    "gemma": GEMMA,
-    "gemma-equal-heads": GEMMA | {"num_key_value_heads": 4},
-    "gemma2": GEMMA | {"model_type": "gemma2"},
-    "gemma3": GEMMA | {"model_type": "gemma3_text"},
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a trainer stores a model.
+
+    Attributes:
+        models: Models that the trainer has.
+        leaves: Returns the leaves of a model by the rules of the trainer.
+        read: Reads the leaves of a folder with the library of the trainer.
+        write: Writes the leaves and a training state to a run, as the trainer does.
+        matrix: Part of the name of a matrix in each layer, which ends in its module.
+    """
+
+    models: str
+    leaves: Callable[[Mapping[str, np.ndarray], Mapping[str, Any]], Leaves]
+    read: Callable[[Path], Leaves]
+    write: Callable[[Path, Leaves], None]
+    matrix: str
+
+
+def orbax_layout(name: str, models: str, matrix: str) -> Layout:
+    def read(out: Path) -> Leaves:
+        return read_init(out / ITEMS[name])
+
+    def write(run: Path, leaves: Leaves) -> None:
+        write_item(run / ITEMS[name], leaves)
+
+    return Layout(models, TREES[name], read, write, matrix)
+
+
+def write_levanter_run(run: Path, leaves: Leaves) -> None:
+    """Write two steps. The last one has the leaves."""
+    state = {"step": np.array(10, np.int32), "opt_state.0.count": np.array(10, np.int32)}
+    write_levanter(run / "step-9", {name: -leaf for name, leaf in leaves.items()}, 9)
+    write_levanter(run / "step-10", leaves | state, 10)
+
+
+def save_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Save a state dict with torch, in one process."""
+    tensors: dict[str, Any] = {}
+    for name, value in state.items():
+        tensors[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    dcp.save(tensors, checkpoint_id=folder)
+
+
+def load_state(folder: Path) -> Leaves:
+    """Load all tensors of a folder with torch."""
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {name: torch.full(entry.size, torch.nan) for name, entry in metadata.items()}
+    dcp.load(state, checkpoint_id=folder)
+    return {name: value.numpy() for name, value in state.items()}
+
+
+def save_training_state(run: Path, leaves: Leaves) -> None:
+    """Save a state of torchtitan. Training has changed the buffers of its experts."""
+    state: dict[str, Any] = dict(leaves)
+    for name in state:
+        if name.endswith("expert_bias_E"):
+            state[name] = state[name] + 1
+    state["optimizer"] = {"state": {"norm.weight": {"exp_avg": torch.zeros(64)}}}
+    state["train_state"] = {"step": torch.tensor(3)}
+    save_state(run, state)
+
+
+MAXTEXT_MODELS = "llama llama3.1 mistral mixtral qwen2 qwen3 qwen3_moe"
+LEVANTER_MODELS = "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gemma2 gemma3 olmo2 gpt2"
+LAYOUTS = {
+    "tunix": orbax_layout(
+        "tunix",
+        "llama qwen2 qwen3 qwen3_moe gemma gemma-equal-heads gemma2 gemma3",
+        ".mlp.down_proj.kernel",
+    ),
+    "maxtext": orbax_layout("maxtext", MAXTEXT_MODELS, ".mlp.wo.kernel"),
+    "maxtext-unscanned": orbax_layout("maxtext-unscanned", "llama3.1 mixtral", ".mlp.wo.kernel"),
+    "levanter": Layout(
+        LEVANTER_MODELS,
+        LEVANTER_TREES["levanter"],
+        read_levanter,
+        write_levanter_run,
+        "mlp.down_proj",
+    ),
+    "levanter-unscanned": Layout(
+        "llama mixtral olmo3",
+        LEVANTER_TREES["levanter-unscanned"],
+        read_levanter,
+        write_levanter_run,
+        "mlp.down_proj",
+    ),
+    "torchtitan": Layout(
+        "llama qwen3 qwen3_moe deepseek_v3 deepseek_v3-sparse gpt_oss",
+        torchtitan_state,
+        load_state,
+        save_training_state,
+        "feed_forward.w2",
+    ),
 }
-ALL_MODELS = MODELS | TUNIX_MODELS
-CASES = [
-    *(("tunix", model) for model in TUNIX_MODELS),
-    *(("maxtext", model) for model in MODELS),
-    *(("maxtext-unscanned", model) for model in ("llama3.1", "mixtral")),
-]
-
-
-@pytest.fixture(autouse=True)
-def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+CASES = [(name, model) for name, layout in LAYOUTS.items() for model in layout.models.split()]
+ORBAX_LAYOUTS = ("tunix", "maxtext", "maxtext-unscanned")
+MAIN_LAYOUTS = (*ORBAX_LAYOUTS, "levanter", "torchtitan")
 
 
 @pytest.mark.parametrize(("layout", "model"), CASES)
-def test_export_has_the_leaves_of_the_trainer(layout: str, model: str):
-    tensors = make_checkpoint(Path("model"), ALL_MODELS[model])
+def test_export_has_the_leaves_of_the_trainer_and_returns(layout: str, model: str):
+    # PyTorch has no arrays of NumPy in bfloat16.
+    dtype = "float32" if layout == "torchtitan" else "bfloat16"
+    tensors = make_checkpoint(Path("model"), MODELS[model], dtype)
     run_ok("save-init", "./model", "--out", "init", "--pad-vocab", "8")
     run_ok("export", "init", "--layout", layout, "--out", "out")
-    expected = TREES[layout](tensors, ALL_MODELS[model])
-    assert_same(read_init(Path("out") / ITEMS[layout]), expected)
-
-
-@pytest.mark.parametrize(("layout", "model"), CASES)
-def test_export_of_the_trainer_returns_every_bit(layout: str, model: str):
-    tensors = make_checkpoint(Path("model"), ALL_MODELS[model], "bfloat16")
-    run_ok("export", "./model", "--layout", layout, "--out", "out")
+    assert_same(LAYOUTS[layout].read(Path("out")), LAYOUTS[layout].leaves(tensors, MODELS[model]))
+    shutil.rmtree("init")
     check_way_back(tensors)
 
 
 @pytest.mark.parametrize(("layout", "model"), CASES)
-def test_tree_of_the_trainer_converts_without_manifest(layout: str, model: str):
-    tensors = make_checkpoint(Path("model"), ALL_MODELS[model])
-    write_item(Path("run") / ITEMS[layout], TREES[layout](tensors, ALL_MODELS[model]))
+def test_run_of_the_trainer_converts(layout: str, model: str):
+    tensors = make_checkpoint(Path("model"), MODELS[model])
+    LAYOUTS[layout].write(Path("run"), LAYOUTS[layout].leaves(tensors, MODELS[model]))
     run_ok("save-init", "./run", "--config", "./model", "--out", "init")
     run_ok("export", "init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
 
 
-@pytest.mark.parametrize("layout", TREES)
-def test_tied_head_has_no_leaf(layout: str):
-    tensors = make_checkpoint(Path("model"), MODELS["qwen2"], tied=True)
+@pytest.mark.parametrize("layout", MAIN_LAYOUTS)
+def test_tied_head_is_stored_as_the_trainer_stores_it(layout: str):
+    """The names of torchtitan are both, and the others have no leaf."""
+    config = MODELS["qwen3" if layout == "torchtitan" else "qwen2"]
+    tensors = make_checkpoint(Path("model"), config, tied=True)
     run_ok("export", "./model", "--layout", layout, "--out", "out")
-    leaves = read_init(Path("out") / ITEMS[layout])
-    assert_same(leaves, TREES[layout](tensors, MODELS["qwen2"]))
+    assert_same(LAYOUTS[layout].read(Path("out")), LAYOUTS[layout].leaves(tensors, config))
     run_ok("verify", "out", "./model")
+    run_ok("export", "out", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
 
 
-@pytest.mark.parametrize("layout", TREES)
+@pytest.mark.parametrize("layout", ORBAX_LAYOUTS)
 def test_checkpoint_manager_restores_the_step(layout: str):
     tensors = make_checkpoint(Path("model"), LLAMA)
     run_ok("export", "./model", "--layout", layout, "--out", "out")
@@ -125,31 +237,29 @@ def test_checkpoint_manager_restores_the_step(layout: str):
         assert np.array_equal(value, leaf)
 
 
-@pytest.mark.parametrize("layout", TREES)
+@pytest.mark.parametrize("layout", ORBAX_LAYOUTS)
 def test_dtype_of_the_export_is_cast(layout: str):
     tensors = make_checkpoint(Path("model"), LLAMA, "bfloat16")
     run_ok("export", "./model", "--layout", layout, "--dtype", "float32", "--out", "out")
     wide = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
-    assert_same(read_init(Path("out") / ITEMS[layout]), TREES[layout](wide, LLAMA))
+    assert_same(LAYOUTS[layout].read(Path("out")), TREES[layout](wide, LLAMA))
 
 
-@pytest.mark.parametrize("layout", TREES)
+@pytest.mark.parametrize("layout", [*ORBAX_LAYOUTS, "levanter"])
 def test_damaged_export_is_found(layout: str):
     make_checkpoint(Path("model"), LLAMA)
     run_ok("export", "./model", "--layout", layout, "--out", "out")
-    data = max((Path("out") / ITEMS[layout] / "d").iterdir(), key=lambda path: path.stat().st_size)
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
-    data.write_bytes(content)
+    flip_used_bit(largest_file(next(Path("out").rglob("d"))))
     assert not prep.verify("out").is_equal
 
 
-@pytest.mark.parametrize("layout", TREES)
+@pytest.mark.parametrize("layout", MAIN_LAYOUTS)
 @pytest.mark.parametrize("fault", ["missing", "renamed", "extra", "shape"])
-def test_wrong_leaf_is_named(layout: str, fault: str, capsys: pytest.CaptureFixture[str]):
-    leaves = TREES[layout](make_checkpoint(Path("model"), LLAMA), LLAMA)
-    module = "down_proj" if layout == "tunix" else "wo"
-    path = next(path for path in leaves if f".mlp.{module}.kernel" in path)
+def test_wrong_leaf_is_named(layout: str, fault: str, capsys: Capture):
+    matrix = LAYOUTS[layout].matrix
+    module = matrix.removesuffix(".kernel").rpartition(".")[2]
+    leaves = LAYOUTS[layout].leaves(make_checkpoint(Path("model"), LLAMA), LLAMA)
+    path = next(path for path in leaves if matrix in path)
     leaf = leaves[path]
     if fault != "extra":
         del leaves[path]
@@ -158,261 +268,265 @@ def test_wrong_leaf_is_named(layout: str, fault: str, capsys: pytest.CaptureFixt
     elif fault == "extra":
         leaves[path.replace(module, "gate_bias")] = leaf
     elif fault == "shape":
-        leaves[path] = leaf[:-1]
-    write_item(Path("run") / ITEMS[layout], leaves)
-    shutil.copy("model/config.json", "run/config.json")
-    error = "\n".join(error_lines(capsys, "save-init", "./run", "--out", "init"))
-    named = "gate_bias" if fault == "extra" else f".mlp.{module}.kernel"
+        leaves[path] = np.ascontiguousarray(leaf[:-1])
+    LAYOUTS[layout].write(Path("run"), leaves)
+    words = ("save-init", "./run", "--config", "model", "--out", "init")
+    error = "".join(error_lines(capsys, *words))
     # A long name is broken over several lines.
-    assert named in "".join(error.split())
+    assert ("gate_bias" if fault == "extra" else matrix) in "".join(error.split())
     assert not Path("init").exists()
 
 
-def test_layout_without_place_for_a_tensor_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_layout_without_place_for_a_tensor_is_refused(capsys: Capture):
     make_checkpoint(Path("model"), LLAMA, attention_bias=True)
     lines = error_lines(capsys, "export", "./model", "--layout", "tunix", "--out", "out")
     assert "the layout has no place for model.layers.0.self_attn.k_proj.bias" in lines[1]
     assert not Path("out").exists()
 
 
-def test_shard_size_of_an_orbax_layout_is_refused(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("layout", "text"), [("maxtext", "Orbax items"), ("levanter", "Levanter checkpoints")]
+)
+def test_shard_size_of_a_single_item_is_refused(layout: str, text: str, capsys: Capture):
     make_checkpoint(Path("model"), LLAMA)
-    words = ("--layout", "maxtext", "--shard-size", "1MB", "--out", "out")
+    words = ("--layout", layout, "--shard-size", "1MB", "--out", "out")
     lines = error_lines(capsys, "export", "./model", *words)
-    assert lines[0] == "error: `--shard-size` is not supported for Orbax items"
+    assert lines[0] == f"error: `--shard-size` is not supported for {text}"
 
 
 @pytest.mark.parametrize(
-    ("layout", "text"), [("maxtext", "layers stacked on axis 1"), ("tunix", "one leaf per layer")]
+    ("layout", "texts"),
+    [
+        ("maxtext", ["layout maxtext, layers stacked on axis 1"]),
+        ("tunix", ["layout tunix, one leaf per layer"]),
+        ("levanter", ["Levanter, 1 data file", "layout levanter, layers stacked on axis 0"]),
+        ("torchtitan", []),
+    ],
 )
-def test_inspect_states_the_stacked_layers(
-    layout: str, text: str, capsys: pytest.CaptureFixture[str]
-):
-    make_checkpoint(Path("model"), LLAMA)
-    run_ok("export", "./model", "--layout", layout, "--out", "out")
-    run_ok("inspect", "out")
-    assert f"layout {layout}, {text}" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize("layout", ["maxtext", "tunix", "levanter"])
-def test_inspect_counts_the_parameters(layout: str):
+def test_inspect_states_layers_and_parameters(layout: str, texts: list[str], capsys: Capture):
     tensors = make_checkpoint(Path("model"), LLAMA)
     run_ok("export", "./model", "--layout", layout, "--out", "out")
-    assert prep.inspect("out").parameters == sum(tensor.size for tensor in tensors.values())
+    run_ok("inspect", "out")
+    shown = " ".join(capsys.readouterr().out.split())
+    count = sum(tensor.size for tensor in tensors.values())
+    assert all(text in shown for text in [*texts, f"{count:,} parameters"])
+    assert prep.inspect("out").parameters == count
 
 
-# Heads of 8 elements: 1 / sqrt(8) rounds.
-ROUNDED = LLAMA | {"head_dim": 8}
-QUERIES = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(3)]
+# Levanter
 
 
-def way_back(query: np.ndarray) -> np.ndarray:
-    """Return queries that were scaled and multiplied back, by the formulas of MaxText."""
-    scaled = (query.astype(np.float32) * np.float32(1 / np.sqrt(8))).astype(query.dtype)
-    return (scaled.astype(np.float32) * np.float32(np.sqrt(8))).astype(query.dtype)
-
-
-def test_scale_that_rounds_is_counted():
-    tensors = make_checkpoint(Path("model"), ROUNDED, "bfloat16")
-    conversion = prep.export("./model", "out", layout="maxtext")
-    assert conversion.next_command == "prep verify out"
-    assert_same(read_init(Path("out/0/items")), TREES["maxtext"](tensors, ROUNDED))
-    changed = sum(np.count_nonzero(tensors[name] != way_back(tensors[name])) for name in QUERIES)
-    manifest = json.loads(Path("out/prep-manifest.json").read_text())
-    (entry,) = manifest["casts"]
-    assert (entry["sqrt"], entry["tensors"], entry["changed"]) == (8, 3, changed)
-    assert changed > 0
-    assert sum(manifest["scales"][name]["lost"] for name in QUERIES) == changed
-
-
-def test_export_with_a_rounding_scale_cannot_be_converted_back(capsys: pytest.CaptureFixture[str]):
-    make_checkpoint(Path("model"), ROUNDED, "bfloat16")
-    run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
-    capsys.readouterr()
-    lines = error_lines(capsys, "save-init", "out", "--out", "init")
-    assert lines[0] == "error: out cannot be converted back"
-    assert "divides by the square root of 8, which changed" in lines[1]
-    assert not Path("init").exists()
-
-
-def test_verify_checks_stored_values_of_a_scale_that_rounds():
-    make_checkpoint(Path("model"), ROUNDED, "bfloat16")
-    run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
-    assert prep.verify("out")
-    flip_bit(Path("out/0/items"), "query.kernel")
-    differences = prep.verify("out").differences
-    assert len(differences) == 1
-    assert "self_attn.q_proj.weight" in differences[0]["tensor"]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_verify_divides_the_model_by_a_scale_that_rounds(dtype: str):
-    make_checkpoint(Path("model"), ROUNDED, dtype)
-    run_ok("save-init", "./model", "--out", "init")
-    run_ok("export", "init", "--layout", "maxtext", "--out", "out")
-    run_ok("export", "./model", "--layout", "maxtext", "--out", "same")
-    assert json.loads(Path("out/prep-manifest.json").read_text())["scales"][QUERIES[0]]["lost"]
-    for pair in (("out", "./model"), ("./model", "out"), ("init", "out"), ("out", "same")):
-        assert prep.verify(*pair), pair
-    flip_bit(Path("out/0/items"), "query.kernel")
-    for pair in (("out", "./model"), ("./model", "out")):
-        (difference,) = prep.verify(*pair).differences
-        assert "self_attn.q_proj.weight" in difference["tensor"]
-        assert "the square root of 8" in difference["what"]
-    (difference,) = prep.verify("out", "same").differences
-    assert difference.get("count") == 1
-
-
-def test_output_with_a_scale_that_rounds_has_no_tolerance(capsys: pytest.CaptureFixture[str]):
-    make_checkpoint(Path("model"), ROUNDED, "bfloat16")
-    run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
-    capsys.readouterr()
-    lines = error_lines(capsys, "verify", "out", "./model", "--tolerance", "1")
-    assert lines[0] == "error: out cannot be converted back"
-
-
-def test_lock_of_a_scale_that_rounds_is_enforced():
-    make_checkpoint(Path("model"), ROUNDED, "bfloat16")
-    run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
-    run_ok("lock", "out")
-    run_ok("verify", "out", "--lock", "out.lock.json")
-    run_ok("verify", "out", "./model", "--lock", "out.lock.json")
-    flip_bit(Path("out/0/items"), "query.kernel")
-    assert not prep.verify("out", lock="out.lock.json")
-
-
-def test_chain_does_not_show_a_scale_that_rounds():
-    make_checkpoint(Path("model"), ROUNDED, "bfloat16")
-    run_ok("save-init", "./model", "--out", "init")
-    run_ok("export", "init", "--layout", "maxtext", "--out", "out")
-    chain = prep.verify_chain("out")
-    assert [link.status for link in chain.links] == ["holds", "proven"]
-    assert (chain.links[0].not_shown, chain.links[0].check) == ("scaled", "prep verify out init")
-    assert prep.verify("out", "init")
-
-
-def test_other_values_behind_a_scale_are_not_proven():
-    tensors = make_checkpoint(Path("model"), ROUNDED, "bfloat16")
-    run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
-    shutil.copytree("model", "other", ignore=shutil.ignore_patterns("*.safetensors*"))
-    tensors[QUERIES[1]] = -tensors[QUERIES[1]]
-    save_file(tensors, "other/model.safetensors")
-    run_ok("export", "./other", "--layout", "maxtext", "--out", "forged")
-    # The stored values are those of the other model. The recorded tensors and the source are those of the first one.
-    genuine = json.loads(Path("out/prep-manifest.json").read_text())
-    with changed_manifest(Path("forged")) as manifest:
-        for key in ("tensors", "source", "request"):
-            manifest[key] = genuine[key]
-    (link,) = prep.verify_chain("forged").links
-    assert (link.status, link.not_shown) == ("not proven", "scaled")
-    assert not prep.verify("forged", "model")
-
-
-def test_scale_of_another_layout_is_not_accepted():
-    """Halved values in a Hugging Face folder, with a record that says they are divided by the square root of 4."""
-    tensors = make_checkpoint(Path("model"), ROUNDED, "float32", files=1)
-    prep.pad_vocab("./model", "out", multiple=8)
-    halved = read_tensors(Path("out"))
-    path = next(Path("out").glob("*.safetensors"))
-    name = QUERIES[0]
-    path.write_bytes(
-        path.read_bytes().replace(tensors[name].tobytes(), (halved[name] / 2).tobytes())
+def test_flags_of_dropout_are_not_parameters():
+    tensors = make_checkpoint(Path("model"), GPT2)
+    flags = {
+        "model.embeddings.dropout.inference": np.array(True),
+        "model.transformer.blocks.stacked.attn.inference": np.array([True] * 3),
+    }
+    write_levanter(Path("run/step-3"), LEVANTER_TREES["levanter"](tensors, GPT2) | flags, 3)
+    run_ok("save-init", "./run", "--config", "./model", "--out", "init")
+    manifest = json.loads(Path("init/prep-manifest.json").read_text())
+    assert {entry["name"]: entry["rule"] for entry in manifest["dropped"]} == dict.fromkeys(
+        flags, "not a parameter"
     )
-    with changed_manifest(Path("out")) as manifest:
-        digest = xxhash.xxh3_128_hexdigest((halved[name] / 2).tobytes())
-        manifest["tensors"][name]["digests"][0][2] = digest
-        record = {"sqrt": 4, "significant": "", "digest": digest, "lost": 1}
-        manifest["scales"] = {name: record}
-        manifest["leaves"] = {"a": {"shape": [1], "dtype": "float32", "chunk": [1]}}
-    assert not prep.verify("out", "./model")
-    chain = prep.verify_chain("out", allow_unproven=True)
-    assert chain.broken_link is not None
-
-
-def test_scale_of_another_number_is_not_accepted():
-    make_checkpoint(Path("model"), ROUNDED, "bfloat16")
-    run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
-    with changed_manifest(Path("out")) as manifest:
-        for record in manifest["scales"].values():
-            record["sqrt"] = 2
-    with pytest.raises(PrepError, match="records another scale than its layout"):
-        prep.verify("out")
-
-
-def flip_bit(item: Path, leaf: str) -> None:
-    """Change one bit of a leaf in the largest data file of an item."""
-    values = next(array for path, array in read_init(item).items() if leaf in path)
-    row = values[0, 0].tobytes()
-    data = max((item / "d").iterdir(), key=lambda path: path.stat().st_size)
-    content = bytearray(data.read_bytes())
-    content[content.index(row)] ^= 1
-    data.write_bytes(content)
-
-
-def test_queries_of_several_dtypes_are_not_rounded_to_one(capsys: pytest.CaptureFixture[str]):
-    tensors = make_checkpoint(Path("model"), ROUNDED, "bfloat16")
-    tensors[QUERIES[0]] = tensors[QUERIES[0]].astype(np.float16)
-    Path("mixed").mkdir()
-    shutil.copy("model/config.json", "mixed")
-    save_file(tensors, "mixed/model.safetensors")
-    words = ("--layout", "maxtext", "--dtype", "float32")
-    run_ok("export", "./mixed", *words, "--out", "out")
-    run_ok("verify", "out")
-    # A value that is lost is counted, and is not found as damage later.
-    capsys.readouterr()
-    lines = error_lines(capsys, "save-init", "out", "--out", "init")
-    assert lines[0] == "error: out cannot be converted back"
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_wider_dtype_makes_the_way_back_exact(dtype: str):
-    tensors = make_checkpoint(Path("model"), ROUNDED, dtype)
-    words = ("--layout", "maxtext", "--dtype", "float32", "--out", "out")
-    run_ok("export", "./model", *words)
-    run_ok("verify", "out")
-    run_ok("save-init", "out", "--dtype", dtype, "--out", "init")
     run_ok("export", "init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
 
 
-def test_queries_of_a_maxtext_item_without_a_manifest_are_unscaled():
-    tensors = make_checkpoint(Path("model"), ROUNDED, "bfloat16")
-    write_item(Path("run/7/items"), TREES["maxtext"](tensors, ROUNDED))
-    run_ok("export", "./run", "--config", "./model", "--out", "back")
-    restored = {name: way_back(tensors[name]) for name in QUERIES}
-    assert_same(read_tensors(Path("back")), {**tensors, **restored})
-
-
-def test_flax_file_with_a_scale_is_refused(capsys: pytest.CaptureFixture[str]):
-    serialization = pytest.importorskip("flax.serialization")
+def test_chunk_of_zeros_that_tensorstore_omits_is_read():
     tensors = make_checkpoint(Path("model"), LLAMA)
-    tree: dict[str, Any] = {}
-    for name, leaf in TREES["maxtext"](tensors, LLAMA).items():
-        *parents, key = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[key] = leaf
-    Path("tree.msgpack").write_bytes(serialization.to_bytes(tree))
-    lines = error_lines(capsys, "save-init", "./tree.msgpack", "--config", "model", "--out", "init")
-    assert "its tree is that of maxtext, which prep reads from Orbax items" in lines[1]
+    tensors["model.norm.weight"] = np.zeros_like(tensors["model.norm.weight"])
+    write_levanter(Path("step-3"), LEVANTER_TREES["levanter"](tensors, LLAMA), 3)
+    run_ok("export", "./step-3", "--config", "./model", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
 
 
-def test_killed_export_with_a_scale_resumes():
-    """The notes have the digests of values before and after the scale."""
-    tensors = make_checkpoint(Path("model"), ROUNDED, "bfloat16")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder_run, "finalize_folder", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            prep.export("./model", "out", layout="maxtext")
-    run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
-    assert_same(read_init(Path("out/0/items")), TREES["maxtext"](tensors, ROUNDED))
-    manifest = json.loads(Path("out/prep-manifest.json").read_text())
-    run_ok("export", "./model", "--layout", "maxtext", "--out", "whole")
-    whole = json.loads(Path("whole/prep-manifest.json").read_text())
-    assert manifest["tensors"] == whole["tensors"]
-    assert manifest["scales"] == whole["scales"]
+def test_model_saved_alone_is_read():
+    tensors = make_checkpoint(Path("model"), LLAMA)
+    leaves = LEVANTER_TREES["levanter"](tensors, LLAMA)
+    alone = {name.removeprefix("model."): leaf for name, leaf in leaves.items()}
+    write_levanter(Path("step-3"), alone, 3)
+    run_ok("export", "./step-3", "--config", "./model", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
 
 
-def interrupt(*args: object, **options: object) -> None:
-    raise KeyboardInterrupt
+def test_base_model_has_the_leaves_of_levanter():
+    tensors = make_checkpoint(Path("model"), GPT2)
+    base = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    Path("base").mkdir()
+    shutil.copy("model/config.json", "base")
+    save_file(base, "base/model.safetensors")
+    run_ok("export", "./base", "--layout", "levanter", "--out", "out")
+    assert_same(read_levanter(Path("out")), LEVANTER_TREES["levanter"](tensors, GPT2))
+
+
+def test_export_is_the_newest_checkpoint_of_its_folder():
+    make_checkpoint(Path("model"), LLAMA)
+    run_ok("export", "./model", "--layout", "levanter", "--out", "out")
+    metadata = json.loads(Path("out/metadata.json").read_text())
+    assert (metadata["step"], metadata["is_temporary"]) == (0, False)
+    # Levanter compares times without a time zone.
+    assert "+" not in metadata["timestamp"]
+    assert prep.export("./model", "out", layout="levanter").already_done
+
+
+# torchtitan
+
+
+def test_damaged_buffer_of_experts_is_found():
+    make_checkpoint(Path("model"), MODELS["gpt_oss"])
+    run_ok("export", "./model", "--layout", "torchtitan", "--out", "out")
+    assert prep.verify("out")
+    # The last file has the buffers.
+    path = max(Path("out").glob("*.distcp"))
+    content = path.read_bytes()
+    path.write_bytes(content.replace(bytes(12), bytes(11) + b"\1", 1))
+    assert path.read_bytes() != content
+    with pytest.raises(DamagedError, match="is damaged"):
+        prep.verify("out")
+
+
+def test_deepseek_with_separated_rotary_pairs_is_refused(capsys: Capture):
+    make_checkpoint(Path("model"), MODELS["deepseek_v3"], rope_interleave=False)
+    lines = error_lines(capsys, "export", "./model", "--layout", "torchtitan", "--out", "out")
+    assert "the layout has no place for model.layers.0.self_attn.kv_a_proj" in " ".join(lines)
+
+
+def test_names_of_meta_are_read():
+    tensors = make_checkpoint(Path("model"), LLAMA)
+    state = torchtitan_state(tensors, LLAMA)
+    earlier = {
+        name.replace("qkv_linear.", "").replace("lm_head", "output"): value
+        for name, value in state.items()
+    }
+    save_state(Path("step-3"), earlier)
+    run_ok("export", "./step-3", "--config", "./model", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+
+
+def test_family_without_a_layout_is_refused(capsys: Capture):
+    config = GROUPED_QUERY | {"model_type": "mistral"}
+    tensors = make_checkpoint(Path("model"), config)
+    save_state(Path("step-3"), torchtitan_state(tensors, config))
+    lines = error_lines(capsys, "save-init", "./step-3", "--config", "model", "--out", "init")
+    assert "prep has no layout of it for mistral" in " ".join(lines)
+
+
+@pytest.mark.slow
+def test_boxes_of_several_ranks_are_read():
+    """The rows of a matrix are split between ranks, and the last rank has fewer."""
+    tensors = make_checkpoint(Path("model"), LLAMA)
+    state = torchtitan_state(tensors, LLAMA)
+    save_sharded(Path("step-3"), state, ranks=3)
+    run_ok("save-init", "./step-3", "--config", "model", "--out", "init")
+    run_ok("export", "init", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt_oss"])
+def test_files_of_torchtitan_are_split_by_size(model: str):
+    tensors = make_checkpoint(Path("model"), MODELS[model], "bfloat16")
+    words = ("--layout", "torchtitan", "--shard-size", "30000B")
+    run_ok("export", "./model", *words, "--out", "out")
+    assert len([*Path("out").glob("*.distcp")]) > 1
+    check_way_back(tensors)
+
+
+# `--format dcp`
+
+
+DCP_LLAMA = LLAMA | {"architectures": ["LlamaForCausalLM"]}
+
+
+@pytest.mark.parametrize("config", [DCP_LLAMA, MODELS["mixtral"]], ids=["llama", "mixtral"])
+@pytest.mark.parametrize("size", ["20000B", "5GB"])
+def test_dcp_returns_every_bit(config: dict[str, Any], size: str):
+    tensors = make_checkpoint(Path("model"), config, "bfloat16")
+    run_ok("save-init", "./model", "--out", "init", "--pad-vocab", "8")
+    run_ok("export", "init", "--format", "dcp", "--shard-size", size, "--out", "out")
+    assert (len(list(Path("out").glob("*.distcp"))) > 1) == (size == "20000B")
+    run_ok("verify", "out")
+    run_ok("verify", "out", "./model")
+    run_ok("export", "out", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_and_transformers_load_the_export():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    make_checkpoint(Path("model"), DCP_LLAMA)
+    run_ok("export", "./model", "--format", "dcp", "--out", "out")
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained("out")
+    )
+    state = model.state_dict()
+    load(state, checkpoint_id="out")
+    model.load_state_dict(state)
+    expected = transformers.AutoModelForCausalLM.from_pretrained("model")
+    for name, parameter in expected.state_dict().items():
+        assert torch.equal(parameter, model.state_dict()[name]), name
+
+
+# Byte 383 is padding before the first payload, and byte 5,000 is in the embedding.
+@pytest.mark.parametrize(
+    ("name", "position"), [("__0_0.distcp", 5_000), ("__0_0.distcp", 383), (".metadata", 20)]
+)
+def test_damaged_dcp_is_found(name: str, position: int, capsys: Capture):
+    make_checkpoint(Path("model"), DCP_LLAMA)
+    run_ok("export", "./model", "--format", "dcp", "--out", "out")
+    path = Path("out") / name
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+    message = run_failing(capsys, 1, "verify", "out")
+    if position != 5_000:
+        assert f"{name} is" in message
+
+
+def test_short_file_is_named(capsys: Capture):
+    make_checkpoint(Path("model"), DCP_LLAMA)
+    run_ok("export", "./model", "--format", "dcp", "--out", "out")
+    path = Path("out/__0_0.distcp")
+    path.write_bytes(path.read_bytes()[:-1])
+    message = run_failing(capsys, 1, "verify", "out")
+    assert "out/__0_0.distcp is broken" in message
+
+
+def test_dcp_is_cast():
+    tensors = make_checkpoint(Path("model"), DCP_LLAMA, "bfloat16")
+    run_ok("export", "./model", "--format", "dcp", "--dtype", "float32", "--out", "out")
+    run_ok("export", "out", "--out", "back")
+    wide = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+    assert_same(read_tensors(Path("back")), wide)
+
+
+def test_format_of_another_layout_is_refused(capsys: Capture):
+    make_checkpoint(Path("model"), DCP_LLAMA)
+    lines = error_lines(capsys, "export", "./model", "--layout", "easylm", "--format", "dcp")
+    assert lines[0] == "error: `--layout easylm` `--format dcp` is not supported"
+    assert "the layout easylm has the format stream" in lines[1]
+
+
+def test_unknown_layout_has_a_suggestion(capsys: Capture):
+    make_checkpoint(Path("model"), DCP_LLAMA)
+    lines = error_lines(capsys, "export", "./model", "--layout", "maxtex")
+    assert lines[0] == "error: `--layout maxtex` is unknown"
+    assert "maxtext" in lines[-1]
+
+
+@pytest.mark.parametrize("words", [("--format", "dcp"), ("--layout", "maxtext")])
+def test_verify_chain_accepts_an_export(words: tuple[str, str]):
+    make_checkpoint(Path("model"), DCP_LLAMA, "bfloat16")
+    run_ok("save-init", "./model", "--out", "init")
+    run_ok("export", "init", *words, "--out", "out")
+    run_ok("verify", "out", "--chain")
+
+
+@pytest.mark.parametrize(("option", "name"), [("format", "dcp"), ("layout", "torchtitan")])
+def test_default_name_has_the_format_or_the_layout(option: str, name: str):
+    make_checkpoint(Path("model"), LLAMA)
+    options: Any = {option: name}
+    assert prep.export("model", **options).path.name == f"model-{name}"
+    assert prep.export("model", **options).already_done

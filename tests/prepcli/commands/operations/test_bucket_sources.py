@@ -1,4 +1,4 @@
-"""Commands that read checkpoints from object stores and write to them."""
+"""Commands that read checkpoints from object stores, and compressed or encoded outputs there."""
 
 from __future__ import annotations
 
@@ -6,23 +6,33 @@ import hashlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import prepcli as prep
 from prepcli.core.errors import UsageError
 from prepcli.sources.openers import orbax_item
+from tests.helpers.fork_server import ForkedProcess
 from tests.helpers.golden_inputs import provide
+from tests.helpers.run_cli import MonkeyPatch
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.store_sites import StoreSite, read_files
-
-pytestmark = pytest.mark.waits
+from tests.helpers.store_sites import (
+    MESH,
+    WIDE,
+    StoreSite,
+    finish,
+    read_files,
+    stop_or_finish,
+    wait_for_writes,
+)
+from tests.helpers.tiny_checkpoints import make_checkpoint
+from tests.helpers.waiting import wait_until
 
 READ_FAULTS = ("drop", "empty", "refuse", "busy", "limit", "short")
-
-
 SAVE_INIT = ("save-init", "gs://bucket/models/m", "--mesh", "1,2,2", "--pad-vocab", "8")
 
 
+@pytest.mark.waits
 def test_bucket_folder_converts_like_a_local_one(site: StoreSite, home: Path):
     site.store.faults.rate, site.store.faults.kinds = 0.3, READ_FAULTS
     report = site.run_process(*SAVE_INIT, "--out", "streamed", "--memory", "32MiB")
@@ -31,17 +41,14 @@ def test_bucket_folder_converts_like_a_local_one(site: StoreSite, home: Path):
     assert sum(map(bool, site.store.faults.injected)) >= 1
     streamed, local = read_files(site.cwd / "streamed"), read_files(home / "init")
     # Streamed files have no modification time.
-    timed = {
-        "prep-manifest.json",
-        "manifest.ocdbt",
-        "_CHECKPOINT_METADATA",
-    }
+    timed = {"prep-manifest.json", "manifest.ocdbt", "_CHECKPOINT_METADATA"}
     assert {n: d for n, d in streamed.items() if n not in timed} == {
         n: d for n, d in local.items() if n not in timed
     }
     assert site.run_prep("verify", "streamed", str(home / "m"))["ok"]
 
 
+@pytest.mark.waits
 def test_commands_read_init_from_bucket(site: StoreSite, home: Path):
     site.store.faults.rate, site.store.faults.kinds = 0.2, READ_FAULTS
     report = site.run_prep("inspect", "s3://bucket/init")
@@ -56,6 +63,7 @@ def test_commands_read_init_from_bucket(site: StoreSite, home: Path):
     assert site.run_prep("verify", "s3://bucket/init")["ok"]
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("words", [(), pytest.param(("--format", "dcp"), marks=pytest.mark.slow)])
 def test_inspect_of_an_export_reads_no_weights(site: StoreSite, home: Path, words: tuple[str, ...]):
     report = site.run_prep("export", str(home / "init"), "--out", "out", *words)
@@ -69,6 +77,7 @@ def test_inspect_of_an_export_reads_no_weights(site: StoreSite, home: Path, word
     assert sum(sent.stop - sent.start for sent in site.store.sent) < 2 << 20
 
 
+@pytest.mark.waits
 def test_verify_requests_each_small_file_once(site: StoreSite, home: Path):
     site.store.requests.clear()
     assert site.run_prep("verify", "gs://bucket/models/m", str(home / "m"))["ok"]
@@ -78,8 +87,9 @@ def test_verify_requests_each_small_file_once(site: StoreSite, home: Path):
         assert site.store.requests.count(f"GET bucket/models/m/{name}") == 1, name
 
 
+@pytest.mark.waits
 def test_commands_read_and_write_chunk_files_in_a_bucket(
-    site: StoreSite, home: Path, monkeypatch: pytest.MonkeyPatch
+    site: StoreSite, home: Path, monkeypatch: MonkeyPatch
 ):
     monkeypatch.setattr(orbax_item, "MAX_OPEN_FILES", 3)
     site.store.faults.rate, site.store.faults.kinds = 0.1, READ_FAULTS
@@ -118,6 +128,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("name", slow_except(FORMATS, ("torch", "gguf", "flax", "easylm", "dcp")))
 def test_every_format_is_read_from_a_bucket(site: StoreSite, name: str):
     source, *options = FORMATS[name]
@@ -143,12 +154,14 @@ def test_every_format_is_read_from_a_bucket(site: StoreSite, name: str):
     assert shown["tensors"]
 
 
+@pytest.mark.waits
 def test_transformers_does_not_load_a_url(site: StoreSite):
     pytest.importorskip("transformers")
     with pytest.raises(UsageError, match="cannot read gs://bucket/models/m"):
         prep.verify_logits("gs://bucket/models/m", library="transformers")
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("name", ["models/m", "init"])
 def test_lock_of_a_bucket_has_no_digests_of_its_weight_files(
     site: StoreSite, home: Path, name: str
@@ -174,6 +187,7 @@ def test_lock_of_a_bucket_has_no_digests_of_its_weight_files(
     assert "is damaged" in error["what"]
 
 
+@pytest.mark.waits
 def test_damaged_small_file_in_bucket_has_a_hint(site: StoreSite):
     site.store.store("bucket/init/hf/config.json", b"{}")
     error = site.run_prep("verify", "gs://bucket/init")["error"]
@@ -181,6 +195,7 @@ def test_damaged_small_file_in_bucket_has_a_hint(site: StoreSite):
     assert error["hint"] == "upload hf/config.json again: `--accept` works on local outputs only"
 
 
+@pytest.mark.waits
 def test_invalid_bucket_requests_are_errors(site: StoreSite, home: Path):
     model = str(home / "m")
     assert site.run_prep("save-init", model, "--out", "abfs://bucket/out")["error"]["code"] == 2
@@ -202,3 +217,88 @@ def test_invalid_bucket_requests_are_errors(site: StoreSite, home: Path):
     assert (dry["ok"], dry["output"]) == (True, "gs://bucket/out")
     assert site.writes() == []
     assert list(site.cwd.iterdir()) == []
+
+
+# Compressed outputs in an object store: written from memory, resumed from the store, within the budget
+
+
+COMPRESS = ("reshard", "--mesh", "1,4,1", "--compress", "zstd")
+
+
+@pytest.mark.waits
+@pytest.mark.usefixtures("small_objects")
+@pytest.mark.parametrize("storage", slow_except(["ocdbt", "files", "zarr3-files"], ["ocdbt"]))
+def test_compressed_output_is_written_from_memory(site: StoreSite, home: Path, storage: str):
+    """Two processes, without a local file. TensorStore reads the objects."""
+    words = ("save-init", str(home / "m"), *MESH, "--storage", storage)
+    assert site.run_prep(*words, "--out", "raw", "--processes", "1/0")["ok"]
+    site.store.write_faults.rate = 0.1
+    running: list[ForkedProcess] = []
+    for index in range(2):
+        share = ("--processes", f"2/{index}", "--out", "gs://bucket/out")
+        running.append(site.start_prep(*words, "--compress", "zstd:3", *share, small_files=True))
+    reports = [finish(process) for process in running]
+    assert [report["ok"] for report in reports] == [True, True], reports
+    site.store.write_faults.rate = 0
+    written = site.store.objects_below("bucket/out/")
+    assert sum(map(len, written.values())) < sum(map(len, read_files(Path("raw")).values()))
+    assert [path.name for path in site.cwd.iterdir()] == ["raw"]
+    for path, data in written.items():
+        target = Path("downloaded", path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+    assert restored_bytes(Path("downloaded")) == restored_bytes(Path("raw"))
+    assert site.run_prep("verify", "downloaded", str(home / "m"))["ok"]
+
+
+def restored_bytes(item: Path) -> dict[str, bytes]:
+    """Restore an item with Orbax, and return the bytes of its leaves."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    jax = pytest.importorskip("jax")
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        tree = checkpointer.restore(item.absolute())
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
+
+
+@pytest.mark.waits
+@pytest.mark.usefixtures("small_objects")
+@pytest.mark.parametrize("count", slow_except([1, 2], [2]))
+def test_killed_compression_resumes_from_the_store(site: StoreSite, home: Path, count: int):
+    """An output with another memory limit, and so with other pieces, has the same bytes."""
+    arguments = (*COMPRESS, str(home / "init"))
+    report = site.run_prep(*arguments, "--out", "gs://bucket/whole", "--memory", "64MiB")
+    assert report["ok"], report
+    for num_writes in (2, 5, 0):
+        site.store.received.clear()
+        running: list[ForkedProcess] = []
+        for index in range(count):
+            share = ("--processes", f"{count}/{index}", "--out", "gs://bucket/out")
+            running.append(site.start_prep(*arguments, *share, small_files=True))
+        if num_writes:
+            wait_for_writes(site.store, num_writes, running)
+        reports = [stop_or_finish(process, kill=num_writes > 0) for process in running]
+        wait_until(lambda: not site.store.num_running)
+    assert all(report is not None and report["ok"] for report in reports), reports
+    assert site.store.objects_below("bucket/out/") == site.store.objects_below("bucket/whole/")
+
+
+@pytest.mark.waits
+@pytest.mark.usefixtures("small_objects")
+@pytest.mark.parametrize("level", [pytest.param("zstd:9", marks=pytest.mark.slow), "zstd:1"])
+def test_memory_of_compression_is_within_the_budget(site: StoreSite, level: str):
+    """Chunks of 32 MiB, which are compressed in several pieces."""
+    make_checkpoint(site.cwd / "wide", **WIDE)
+    words = ("save-init", "./wide", "--mesh", "1,1,1", "--out", "gs://bucket/out")
+    report = site.run_process(*words, "--compress", level, "--memory", "128MiB", small_files=True)
+    assert report["ok"], report
+    assert report["memory"]["peak"] <= 128 << 20
+
+
+@pytest.mark.waits
+@pytest.mark.usefixtures("small_objects")
+def test_compression_with_too_little_memory_is_refused(site: StoreSite, home: Path):
+    words = ("save-init", str(home / "m"), "--compress", "zstd:19", "--memory", "64MiB")
+    error = site.run_prep(*words, "--out", "gs://bucket/out")["error"]
+    assert error["what"].endswith("is too small for the adapter, the new tokens or the compression")
+    assert site.writes() == []
