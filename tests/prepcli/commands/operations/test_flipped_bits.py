@@ -189,7 +189,7 @@ def test_merge_refuses_changed_adapter_files(name: str, capsys: Capture):
         key: {
             "dtype": "float32",
             "shape": value.shape,
-            "digests": [[0, len(value), TensorDigest(value.tobytes()).hexdigest()]],
+            "digests": [[0, len(value), TensorDigest(value.tobytes()).text()]],
         }
         for key, value in matrices.items()
     }

@@ -18,11 +18,12 @@ from prepcli.engine import budget
 from prepcli.engine.pipeline import Pipeline
 from prepcli.execution import folder_run
 from prepcli.restore import digest_checks
+from tests.helpers.damage import tensor_byte_ranges
 from tests.helpers.faults import COMMANDS, FaultSources, run_until_killed
 from tests.helpers.killing import read_files
 from tests.helpers.run_cli import run_ok
 from tests.prepcli.commands.operations.test_faults import fail_calls, run_failing_command
-from tests.prepcli.commands.operations.test_rot import flip_bit, tensor_byte_ranges
+from tests.prepcli.restore.test_checked_reads import flip_bit
 
 CAST = ("save-init", "./model", "--mesh", "1,2,4", "--pad-vocab", "8", "--dtype", "bfloat16")
 NUM_LANES = 3

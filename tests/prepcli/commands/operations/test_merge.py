@@ -264,6 +264,18 @@ def test_merge_rejects_adapters_of_other_models(
     assert message in capsys.readouterr().err
 
 
+def test_merge_rejects_the_base_layer_of_an_adapted_head(capsys: pytest.CaptureFixture[str]):
+    """PEFT stores the weight of an adapted embedding or head beside its matrices."""
+    make_checkpoint(Path("base"), LLAMA)
+    tensors = make_adapter(Path("adapter"), {"lm_head": (131, 32)})
+    tensors[f"{PREFIX}lm_head.base_layer.weight"] = np.zeros((131, 32), np.float32)
+    save_file(tensors, "adapter/adapter_model.safetensors")
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
+    error = capsys.readouterr().err
+    assert "lm_head.base_layer.weight cannot be merged" in error
+    assert "hint: PEFT's `merge_and_unload()` merges other adapters" in error
+
+
 def test_merge_names_exchanged_arguments(capsys: Capture):
     make_checkpoint(Path("base"), LLAMA)
     llama_adapter()

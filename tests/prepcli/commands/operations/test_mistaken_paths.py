@@ -19,6 +19,7 @@ from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.trainer_checkpoints import make_trainer_checkpoint
+from tests.prepcli.commands.operations.test_lora_steps_parity import make_adapter
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +121,21 @@ def test_empty_state_of_an_optimizer_is_damaged(capsys: Capture):
     error = run_failing(capsys, FAILED, "save-init", "checkpoint-4", "--training-state")
     assert "optimizer.pt is damaged" in error
     assert "it is empty" in error
+
+
+def test_home_folder_stands_for_a_tilde(monkeypatch: pytest.MonkeyPatch):
+    """A shell leaves it in `--out=~/NAME`. A later `rm -r ~` would not remove the output alone."""
+    monkeypatch.setenv("HOME", str(Path("home").absolute()))
+    Path("m").rename("home")
+    assert main(["save-init", "~", "--out=~/../first", "-q"]) == OK
+    assert main(["lock", "home", "--out=~/../home.json", "-q"]) == OK
+    prep.reshard("first", out=Path("~/../second"), mesh="1,1,1")
+    make_adapter(Path("home/adapter"), {"model.layers.0.self_attn.q_proj": (32, 32)})
+    prep.merge("~/adapter", "~", out="~/../third")
+    assert Path("home.json").exists()
+    assert Path("third/prep-manifest.json").exists()
+    assert Path("second/prep-manifest.json").exists()
+    assert not Path("~").exists()
 
 
 @pytest.mark.usefixtures("models")

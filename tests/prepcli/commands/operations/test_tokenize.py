@@ -23,7 +23,7 @@ from prepcli.core.errors import OK, USAGE
 from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing
 from tests.helpers.training_folder import RECIPE, WORDS, make_training_folder
 from tests.test_readme import ROOT, blocks, write_files
-from tests.trainer.run.test_train_packing import write_documents
+from tests.trainer.run.test_train_losses import write_documents
 from trainer.data import files as data_files
 from trainer.data import shards, store, token_formats
 from trainer.data.files import DataFile
