@@ -46,6 +46,7 @@ from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import QUANTIZATION, split_name
 from prepcli.restore.digest_checks import (
+    RecordedDigests,
     num_rows,
     recorded_streams,
     row_stream,
@@ -380,7 +381,8 @@ class _Link:
         }
         names = source.display_names()
         originals = {_common_name(tensor): tensor for tensor in source.all_tensors}
-        unrecorded: list[tuple[SourceTensor, SourceTensor, int, int, str]] = []
+        recorded = RecordedDigests(source)
+        unrecorded: list[tuple[SourceTensor, str, Stream]] = []
         for tensor in output.all_tensors:
             original = originals.pop(_common_name(tensor), None)
             if original is None:
@@ -389,32 +391,25 @@ class _Link:
             num_common = _num_common_rows(original, dropped.get(names[original.name]))
             is_same_row = (original.dtype, original.shape[1:]) == (tensor.dtype, tensor.shape[1:])
             if num_rows(tensor) < num_common or not is_same_row:
-                is_resized = names[original.name] in dropped
-                self._add_changed_form(tensor, original, is_resized=is_resized)
+                self._add_changed_form(tensor, original, is_resized=names[original.name] in dropped)
                 continue
-            recorded: dict[tuple[int, int, str], str] = {}
-            for low, high, digest in original.digests:
-                recorded[low, high, algorithm_of(digest)] = digest
             for low, high, digest in tensor.digests:
-                key = (low, high, algorithm_of(digest))
+                stream = row_stream(original, (low, high), algorithm_of(digest))
                 if low >= num_common:
-                    self._compare_new_rows(tensor, low, high, digest)
-                elif key in recorded or high > num_rows(original):
-                    self._compare_digest(tensor, digest, recorded.get(key, ""))
+                    self._compare_new_rows(tensor, stream, digest)
+                elif recorded.find(stream) or high > num_rows(original):
+                    self._compare_digest(tensor, digest, recorded.find(stream))
                 else:
-                    unrecorded.append((tensor, original, low, high, digest))
-        streams: list[Stream] = []
-        for _, original, low, high, digest in unrecorded:
-            streams.append(row_stream(original, (low, high), algorithm_of(digest)))
+                    unrecorded.append((tensor, digest, stream))
         digests = stream_digests(
             source,
-            streams,
+            [stream for _, _, stream in unrecorded],
             memory_nbytes,
             progress=progress,
             task=f"read {source.display_name}",
         )
-        for (tensor, *_, digest), source_digest in zip(unrecorded, digests):
-            self._compare_digest(tensor, digest, source_digest.read)
+        for (tensor, digest, _), computed in zip(unrecorded, digests):
+            self._compare_digest(tensor, digest, computed.read)
         for original in originals.values():
             self._add_missing(original, source, dropped)
         unequal = set[str]().union(*self.changed.values(), *self.differences.values())
@@ -449,19 +444,18 @@ class _Link:
             change = FROM_START
         self._add(_common_name(tensor), change, difference)
 
-    def _compare_new_rows(self, tensor: SourceTensor, low: int, high: int, digest: str) -> None:
+    def _compare_new_rows(self, tensor: SourceTensor, stream: Stream, digest: str) -> None:
         """Compare new rows of a vocabulary with zeros. Rows of tokens, and other fillings, are recorded changes."""
         manifest = self.output.manifest
         vocabulary = manifest.vocab or {}
-        is_of_tokens = manifest.command == ADD and high <= vocabulary.get("true", 0)
+        is_of_tokens = manifest.command == ADD and stream.rows[1] <= vocabulary.get("true", 0)
         is_filled = vocabulary.get("init", "zeros") != "zeros"
-        nbytes = row_stream(tensor, (low, high)).nbytes
-        if digest != tensor_digest_of_zeros(nbytes, algorithm_of(digest)):
+        if digest != tensor_digest_of_zeros(stream.nbytes, stream.digest_algorithm):
             change = NEW_ROWS if is_of_tokens or is_filled else None
-            difference = f"rows {low}:{high} are not the recorded padding"
-            self._add(_common_name(tensor), change, difference)
+            rows = ":".join(map(str, stream.rows))
+            self._add(_common_name(tensor), change, f"rows {rows} are not the recorded padding")
 
-    def _compare_digest(self, tensor: SourceTensor, digest: str, source_digest: str) -> None:
+    def _compare_digest(self, tensor: SourceTensor, digest: str, source_digest: str | None) -> None:
         """Compare two digests. Only a merge or the scale of a layout changes the values of a dtype."""
         if digest == source_digest:
             return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +111,16 @@ def test_chain_compares_digests_of_two_algorithms(tensors: Tensors):
 
 
 def test_lock_has_the_algorithm_of_the_manifest(tensors: Tensors):
-    run_ok("lock", "first", "--out", "lock.json")
+    # The form of a lock follows from the table at its import.
+    script = """
+import hashlib
+from prepcli.engine import digest
+digest.ALGORITHMS["sha256"] = hashlib.sha256
+from prepcli.commands.cli.main import main
+assert main(["lock", "first", "--out", "lock.json"]) == 0
+assert main(["export", "first", "--lock", "lock.json", "--out", "second"]) == 0
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
     lock = json.loads(Path("lock.json").read_text())
     assert lock["algorithms"] == {"files": "sha256", "tensors": "sha256"}
     recorded = read_manifest("first")["tensors"]
