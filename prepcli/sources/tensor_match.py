@@ -123,7 +123,7 @@ class TensorUse:
     """A leaf that takes all or part of a source tensor.
 
     Attributes:
-        path: Path of the leaf in the parameter tree.
+        path: Path of the leaf in the tree of parameters, or in the tree of another library.
         parameter: Path of the axis-map row. It differs from `path` if the row describes one leaf per layer.
         axis_map: Maps the tensor's elements to the leaf's.
         stacked_indices: Name and index of each stacked axis in the tensor's name, e.g. (("layers", 3),).

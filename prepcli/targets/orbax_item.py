@@ -142,17 +142,17 @@ class OrbaxLayout:
         sizes = family.sizes(source.config) | {"vocab": draft.vocabulary.stored_size}
         bound = {path: bind_row(row, sizes) for path, row in draft.rows.items()}
         tower_names = {tensor.name for tensor in source.tower_tensors}
-        uses: list[LeafUse] = []
+        members: list[LeafMember] = []
         rows = draft.row_counts
         for tensor in draft.tensors:
             if tensor.name in tower_names and 0 not in tensor.shape:
                 leaf = tower_leaf(tensor)
                 shape, _ = resized_shape_and_nbytes(tensor, rows[tensor.name])
-                uses.append(LeafUse(tensor, leaf, identity_axis_map(leaf, shape), path=leaf))
-        uses += _leaf_uses(draft, bound)
+                members.append(LeafMember(tensor, leaf, identity_axis_map(leaf, shape), path=leaf))
+        members += _leaf_members(draft, bound)
         # Compressed chunks are written from raw chunks in data files.
         storage = OCDBT if self.compression else self.storage
-        placed = place_leaves(source, uses, self.partitioning, storage=storage)
+        placed = place_leaves(source, members, self.partitioning, storage=storage)
         # Tensors without elements have no leaf.
         unplaced = [name for name, uses in draft.match.uses.items() if not uses]
         for tensor in draft.state_tensors:
@@ -225,7 +225,7 @@ def item_read_amplification(placed: Placed, mesh: Mesh, devices_per_host: int) -
 
 def place_leaves(
     source: Source,
-    uses: Iterable[LeafUse],
+    members: Iterable[LeafMember],
     partitioning: Partitioning,
     *,
     storage: ItemStorage = OCDBT,
@@ -236,26 +236,26 @@ def place_leaves(
         PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a
             dim.
     """
-    uses = [*uses]
+    members = [*members]
     # The first tensor of each leaf sets the leaf's dtype.
-    first_uses: dict[str, LeafUse] = {}
-    for use in uses:
-        first_uses.setdefault(use.name, use)
-    leaves = _leaf_layouts(source, first_uses.values(), partitioning)
+    first_members: dict[str, LeafMember] = {}
+    for member in members:
+        first_members.setdefault(member.name, member)
+    leaves = _leaf_layouts(source, first_members.values(), partitioning)
     pieces: list[tuple[str, LeafPiece]] = []
-    for use in uses:
-        tensor = use.tensor
-        name = use.name
+    for member in members:
+        tensor = member.tensor
+        name = member.name
         leaf = leaves[name]
         if leaf.dtype != tensor.dtype:
-            raise _mixed_dtypes_error(source, name, first_uses[name].tensor, tensor)
+            raise _mixed_dtypes_error(source, name, first_members[name].tensor, tensor)
         # Only a contiguous tensor is copied in whole pages, for which source and output need equal page offsets.
         location = tensor.placement[0]
         source_offset = location.array.offset if location.is_contiguous else 0
         piece = LeafPiece(
             name,
-            use.axis_map,
-            use.stacked_indices,
+            member.axis_map,
+            member.stacked_indices,
             leaf.grid,
             leaf.dtype,
             source_offset,
@@ -322,8 +322,8 @@ def _mixed_dtypes_error(
 
 
 @dataclass(frozen=True, slots=True)
-class LeafUse:
-    """A tensor and its leaf. A leaf may stack the tensors of several layers or experts.
+class LeafMember:
+    """A tensor as a part of its leaf. A leaf may stack the tensors of several layers or experts.
 
     Attributes:
         tensor: The tensor.
@@ -343,7 +343,7 @@ class LeafUse:
     parameter_map: AxisMap | None = None
 
 
-def _leaf_uses(draft: Draft, bound: Mapping[str, AxisMap]) -> Iterator[LeafUse]:
+def _leaf_members(draft: Draft, bound: Mapping[str, AxisMap]) -> Iterator[LeafMember]:
     """Yield each tensor of the model and of its training state with its leaf.
 
     Moments use the axis maps of their parameters, other state is unchanged.
@@ -357,57 +357,57 @@ def _leaf_uses(draft: Draft, bound: Mapping[str, AxisMap]) -> Iterator[LeafUse]:
     if scales:
         types = {name: (tensor.dtype, tensor.shape) for name, tensor in scales.items()}
         for name, leaf, axis_map, indices in quantization_leaves(types):
-            yield LeafUse(scales[name], leaf, axis_map, indices)
+            yield LeafMember(scales[name], leaf, axis_map, indices)
     for tensor, slot, name in tensors:
         if slot == QUANTIZATION:
             continue
         # State outside of slots, e.g. the step count, belongs to no parameter and is one leaf as it is.
         if not slot:
-            yield LeafUse(tensor, name, identity_axis_map(name, tensor.shape))
+            yield LeafMember(tensor, name, identity_axis_map(name, tensor.shape))
             continue
         if slot != PARAMS and is_leaf_path(name):
             path, parameter_map, indices = leaf_by_name[name]
             state_shape = shape_in_leaf(parameter_map, tensor.shape)
             axis_map = state_axis_map(path, parameter_map, state_shape)
-            yield LeafUse(tensor, f"{slot}.{path}", axis_map, indices, path, parameter_map)
+            yield LeafMember(tensor, f"{slot}.{path}", axis_map, indices, path, parameter_map)
         for use in draft.match.uses.get(name, ()):
             leaf = f"{slot}.{use.path}"
-            yield LeafUse(tensor, leaf, bound[use.parameter], use.stacked_indices, use.path)
+            yield LeafMember(tensor, leaf, bound[use.parameter], use.stacked_indices, use.path)
 
 
 def _leaf_layouts(
-    source: Source, uses: Collection[LeafUse], partitioning: Partitioning
+    source: Source, members: Collection[LeafMember], partitioning: Partitioning
 ) -> dict[str, _LeafLayout]:
     """Return the layout of each leaf, given its first tensor.
 
     Chunks have one expert, unless the index would have too many entries: 11 million for DeepSeek-V3 on mesh 1,64,4.
     """
-    layouts = {use.name: _leaf_layout(source, use, partitioning) for use in uses}
+    layouts = {member.name: _leaf_layout(source, member, partitioning) for member in members}
     num_chunks = sum(math.prod(layout.grid.chunk_counts) for layout in layouts.values())
     if num_chunks + len(layouts) <= MAX_ENTRIES or partitioning.has_joined_experts:
         return layouts
-    return _leaf_layouts(source, uses, replace(partitioning, has_joined_experts=True))
+    return _leaf_layouts(source, members, replace(partitioning, has_joined_experts=True))
 
 
-def _leaf_layout(source: Source, use: LeafUse, partitioning: Partitioning) -> _LeafLayout:
+def _leaf_layout(source: Source, member: LeafMember, partitioning: Partitioning) -> _LeafLayout:
     """Return how a leaf is split into chunks, and its spec if there is a mesh."""
-    axis_map = use.axis_map
-    dtype = use.tensor.dtype
+    axis_map = member.axis_map
+    dtype = member.tensor.dtype
     if ITEM_BITS[dtype] % 8:
         raise PrepError(
-            f"{source.names.display_name(use.tensor.name)} is {dtype}",
+            f"{source.names.display_name(member.tensor.name)} is {dtype}",
             "zarr does not support elements smaller than a byte",
             "use a checkpoint of the model in bfloat16",
         )
     spec = None
     if partitioning.mesh:
         # A leaf with some axes of a parameter is split like the parameter along these axes.
-        parameter = use.parameter_map or axis_map
+        parameter = member.parameter_map or axis_map
         # `prep pad-vocab` pads the parameters of a Hugging Face folder, and would lose a training state.
         is_paddable = bool(source.tensor_file_names) and not source.state_tensors
         spec = item_leaf_spec(
-            use.name,
-            use.path,
+            member.name,
+            member.path,
             _dim_names(parameter),
             parameter.leaf_shape,
             mesh=partitioning.mesh,

@@ -143,17 +143,18 @@ def place_dcp_tree(draft: Draft, tree: str, shard_nbytes: int) -> Placed:
     entries: dict[str, LayoutEntry] = {}
     for name, uses in leaves.items():
         dtype = dtypes[name]
-        for path, axis_map, _ in uses:
-            nbytes = math.prod(axis_map.leaf_shape) * itemsize(dtype)
-            entries[path] = (path, dtype, axis_map.leaf_shape, nbytes)
+        for use in uses:
+            shape = use.axis_map.leaf_shape
+            nbytes = math.prod(shape) * itemsize(dtype)
+            entries[use.path] = (use.path, dtype, shape, nbytes)
     constants = _zero_leaves(draft.source, tree)
     placed = place_dcp_entries([*entries.values()], shard_nbytes, constants=constants)
     locations: dict[str, Locations] = {}
     for name, uses in leaves.items():
-        for path, axis_map, indices in uses:
-            (place,) = placed.locations[path]
+        for use in uses:
+            (place,) = placed.locations[use.path]
             assert isinstance(place, Array)
-            location = MappedArray(axis_map, indices, place)
+            location = MappedArray(use.axis_map, use.stacked_indices, place)
             locations[name] = (*locations.get(name, ()), location)
     return replace(placed, locations=locations)
 

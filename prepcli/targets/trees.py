@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, bind_row
+from prepcli.algebra.axis_map import ParsedAxisMap, bind_row
 from prepcli.algebra.grids import run_parts
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.engine.blobs import MemoryBlob
@@ -44,13 +44,13 @@ from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, SmallFil
 from prepcli.planning.tensors import MOMENTS, OPT_STATE, itemsize, qualify, split_name
 from prepcli.sources.adam_state import AdamState, slot_scales
 from prepcli.sources.source import Source, SourceTensor
-from prepcli.targets.orbax_item import LeafUse, Partitioning, place_leaves
+from prepcli.sources.tensor_match import TensorUse
+from prepcli.targets.orbax_item import LeafMember, Partitioning, place_leaves
 from prepcli.targets.planner import Draft, Placed, with_state
 
 MAX_NAMES = 4
 
 # Path of the leaf, its axis map, stacked indices
-LayoutLeaf = tuple[str, AxisMap, tuple[tuple[str, int], ...]]
 
 
 def in_tree(draft: Draft, tree: str) -> Draft:
@@ -81,13 +81,13 @@ def in_tree(draft: Draft, tree: str) -> Draft:
     return replace(draft, config=config, scales=scales | moments)
 
 
-def find_layout_leaves(draft: Draft, tree: str) -> dict[str, list[LayoutLeaf]]:
+def find_layout_leaves(draft: Draft, tree: str) -> dict[str, list[TensorUse]]:
     """Return the leaves of each tensor in the tree of another library, by the name of the tensor."""
     source = draft.source
     family = source.family
     layout = family.layouts[tree]
     sizes = family.sizes(source.config) | {"vocab": draft.vocabulary.stored_size}
-    leaves: dict[str, list[LayoutLeaf]] = {}
+    leaves: dict[str, list[TensorUse]] = {}
     for path, row in _layout_rows(source, tree, draft.tensors).items():
         axis_map = bind_row(row, sizes)
         # A layout of Flax has the paths of a model with a head, e.g. `transformer.h.0` of GPT-2.
@@ -97,7 +97,8 @@ def find_layout_leaves(draft: Draft, tree: str) -> dict[str, list[LayoutLeaf]]:
             path_template = path.removeprefix(family.prefix)
         for tensor, indices in axis_map.tensors():
             leaf_path = axis_map.leaf_path(path_template, indices)
-            leaves.setdefault(tensor, []).append((leaf_path, axis_map, tuple(indices.items())))
+            use = TensorUse(leaf_path, path, axis_map, tuple(indices.items()))
+            leaves.setdefault(tensor, []).append(use)
     _check_layout_complete(source, tree, leaves, {tensor.name for tensor in draft.tensors})
     return leaves
 
@@ -177,9 +178,9 @@ def place_flax(draft: Draft, tree: str, container: str, shard_nbytes: int) -> Pl
     uses_by_tensor = find_layout_leaves(draft, tree)
     leaves: dict[tuple[str, ...], MsgpackLeaf] = {}
     for name, uses in uses_by_tensor.items():
-        for path, row, _ in uses:
-            keys = tuple(path.split("."))
-            leaves[keys] = MsgpackLeaf(keys, tensors[name].dtype, row.leaf_shape)
+        for use in uses:
+            keys = tuple(use.path.split("."))
+            leaves[keys] = MsgpackLeaf(keys, tensors[name].dtype, use.axis_map.leaf_shape)
     if container == STREAM_FORMAT:
         groups = [(STREAM_FILE, list(leaves))]
         lay_out = lay_out_stream
@@ -227,23 +228,22 @@ def _split_into_files(
 
 
 def _leaf_location(
-    use: LayoutLeaf,
+    use: TensorUse,
     tensor: SourceTensor,
     file_numbers: Mapping[tuple[str, ...], int],
     layouts: Sequence[MsgpackLayout],
 ) -> MappedArray:
     """Return the location of a tensor in a leaf of a file."""
-    path, axis_map, indices = use
-    keys = tuple(path.split("."))
+    keys = tuple(use.path.split("."))
     file = file_numbers[keys]
     runs = layouts[file].runs[keys]
     # Flax stores a large array as several runs, separated by msgpack headers.
-    shape = axis_map.leaf_shape
-    leaf = whole_array(path, tensor.dtype, shape, (file, runs[0][0]))
+    shape = use.axis_map.leaf_shape
+    leaf = whole_array(use.path, tensor.dtype, shape, (file, runs[0][0]))
     if len(runs) > 1:
         parts = run_parts(shape, itemsize(tensor.dtype), runs, file)
-        leaf = parted_array(path, tensor.dtype, shape, parts)
-    return MappedArray(axis_map, indices, leaf)
+        leaf = parted_array(use.path, tensor.dtype, shape, parts)
+    return MappedArray(use.axis_map, use.stacked_indices, leaf)
 
 
 # --- Items of MaxText, Tunix and Levanter
@@ -263,24 +263,26 @@ def place_trainer_item(draft: Draft, tree: str, storage: ItemStorage) -> Placed:
     assert place is not None
     state = draft.state
     tensors = {tensor.name: tensor for tensor in draft.tensors}
-    uses: list[LeafUse] = []
-    for name, leaves in find_layout_leaves(draft, tree).items():
-        for path, axis_map, indices in leaves:
-            leaf = f"{place.root}{path}{place.suffix}"
-            uses.append(LeafUse(tensors[name], leaf, axis_map, indices, path))
+    members: list[LeafMember] = []
+    for name, uses in find_layout_leaves(draft, tree).items():
+        for use in uses:
+            leaf = f"{place.root}{use.path}{place.suffix}"
+            members.append(
+                LeafMember(tensors[name], leaf, use.axis_map, use.stacked_indices, use.path)
+            )
     if state is None:
-        placed = place_leaves(draft.source, uses, UNSPLIT, storage=storage)
+        placed = place_leaves(draft.source, members, UNSPLIT, storage=storage)
         return replace(placed, folder=place.folder(EXPORTED_STEP))
     optax = _optax_of(tree, state)
     # Moments and averages have the leaves of their parameters.
     slots = dict(zip(optax.slots, (state.first, state.second, state.averages), strict=True))
-    state_uses: list[LeafUse] = []
-    for use in uses:
-        path = use.name.removeprefix(place.root)
+    state_members: list[LeafMember] = []
+    for member in members:
+        path = member.name.removeprefix(place.root)
         for prefix, slot in slots.items():
             if slot:
-                moment = replace(use, tensor=slot[use.tensor.name], name=f"{prefix}{path}")
-                state_uses.append(moment)
+                tensor = slot[member.tensor.name]
+                state_members.append(replace(member, tensor=tensor, name=f"{prefix}{path}"))
     by_name = {split_name(tensor.name)[1]: tensor for tensor in draft.state_tensors}
     others = {
         f"{leaf}{place.suffix}": state.counters[name] for leaf, name in optax.counters.items()
@@ -288,17 +290,17 @@ def place_trainer_item(draft: Draft, tree: str, storage: ItemStorage) -> Placed:
     for leaf in optax.constants:
         others[f"{leaf}{place.suffix}"] = by_name[f"{leaf}{place.suffix}"]
     for leaf, tensor in others.items():
-        state_uses.append(LeafUse(tensor, leaf, identity_axis_map(leaf, tensor.shape)))
+        state_members.append(LeafMember(tensor, leaf, identity_axis_map(leaf, tensor.shape)))
     if place.state_item:
-        items = {place.item: uses, place.state_item: state_uses}
+        items = {place.item: members, place.state_item: state_members}
         placed = _join_items(
             {
-                name: place_leaves(draft.source, item_uses, UNSPLIT, storage=storage)
-                for name, item_uses in items.items()
+                name: place_leaves(draft.source, item_members, UNSPLIT, storage=storage)
+                for name, item_members in items.items()
             }
         )
     else:
-        placed = place_leaves(draft.source, [*uses, *state_uses], UNSPLIT, storage=storage)
+        placed = place_leaves(draft.source, [*members, *state_members], UNSPLIT, storage=storage)
     if optax.has_lists:
         listed = tuple(replace(leaf, path=list_path(leaf.path)) for leaf in placed.leaves)
         placed = replace(placed, leaves=listed)
