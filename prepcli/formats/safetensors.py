@@ -86,6 +86,10 @@ _COMMON_ENTRY = re.compile(
     rb'[ ]*+"shape"[ ]*+:[ ]*+\[((?:%b(?:,[ ]*+%b)*+)?+)\][ ]*+,'
     rb'[ ]*+"data_offsets"[ ]*+:[ ]*+\[(%b),[ ]*+(%b)\][ ]*+\}[ \t\r\n]*+([,}])' % ((_NUMBER,) * 4)
 )
+# The safetensors library reads it as no metadata.
+_NULL_METADATA = re.compile(
+    rf'{_SPACE}"{METADATA_KEY}"{_SPACE}:{_SPACE}null{_SPACE}([,}}])'.encode()
+)
 PAGE_NBYTES = 4096
 ALIGN_NBYTES = 8
 LayoutEntry: TypeAlias = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, nbytes
@@ -252,6 +256,11 @@ def _iter_entries(raw: bytes) -> Iterator[tuple[str, JsonObject]]:
                     "data_offsets": [int(start), int(stop)],
                 },
             )
+            continue
+        if null_match := _NULL_METADATA.match(raw, offset):
+            yield METADATA_KEY, {}
+            offset = null_match.end()
+            separator = null_match[1]
             continue
         entry_match = _ENTRY.match(raw, offset)
         if entry_match is None or entry_match.end(1) - entry_match.start(1) > MAX_ENTRY_NBYTES:

@@ -115,6 +115,8 @@ ACCEPTED = {
     "spaces around": packed(b" \n\t{ \r\n} "),
     "only metadata": packed({"__metadata__": {"format": "pt"}}),
     "no metadata": packed({"a": ENTRY}, bytes(8)),
+    "null as metadata": packed({"__metadata__": None, "a": ENTRY}, bytes(8)),
+    "null as metadata at the end": packed(b'{"__metadata__" : null }'),
     "not in the order of offsets": packed(
         {"b": {**ENTRY, "data_offsets": [8, 16]}, "a": ENTRY}, bytes(16)
     ),
@@ -241,6 +243,10 @@ BROKEN = {
         "`a` twice",
     ),
     "metadata twice": (packed(b'{"__metadata__":{},"__metadata__":{}}'), "`__metadata__` twice"),
+    "metadata twice, once null": (
+        packed(b'{"__metadata__":{},"__metadata__":null}'),
+        "`__metadata__` twice",
+    ),
     "metadata key twice": (packed(b'{"__metadata__":{"k":"","k":""}}'), "`k` twice"),
     "field twice": (packed(b'{"a":{"dtype":"F32","dtype":"F32"}}'), "`dtype` twice"),
     "terminal codes in a name": (packed({"\x1b[2J": {}}), "'\\x1b[2J' must have"),
