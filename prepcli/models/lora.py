@@ -327,15 +327,34 @@ def with_named_patterns(family: Family, config: HFConfig, lora: LoraConfig) -> L
     The patterns of a file are for the names of its class, which may differ from those of the base.
     """
     settings = module_settings(family, config, lora, allow_unused=True)
+    selected = adapted_projections(family, config, lora)
+    # Tensor -> names of its projections in their first layer.
+    names: dict[str, list[str]] = {}
+    for tensor in settings:
+        members = [projection for projection in selected if projection.tensor == tensor]
+        names[tensor] = next(_names_by_layer(family, config, members))
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    for projection in adapted_projections(family, config, lora):
-        module = settings[projection.tensor]
+    for tensor, module in settings.items():
+        # All projections in the tensor have the settings of the first.
+        projection = next(each for each in selected if each.tensor == tensor)
+        others = [name for other, values in names.items() if other != tensor for name in values]
+        pattern = _pattern_of(projection, others)
         if module.rank != lora.rank:
-            ranks[projection.name] = module.rank
+            ranks[pattern] = module.rank
         if module.alpha != lora.alpha:
-            alphas[projection.name] = module.alpha
+            alphas[pattern] = module.alpha
     return dataclasses.replace(lora, rank_pattern=ranks, alpha_pattern=alphas)
+
+
+def _pattern_of(projection: Projection, others: Sequence[str]) -> str:
+    """Return the name of a projection, or a pattern with its stack of layers if the name matches one of `others`."""
+    name = projection.name
+    if find_pattern([name], others) is None:
+        return name
+    # E.g. `attn.q` of an encoder and of a decoder.
+    stack = projection.path.removesuffix(f".{name}")
+    return rf"^{re.escape(stack)}\.\d+\.{re.escape(name)}"
 
 
 def module_settings(

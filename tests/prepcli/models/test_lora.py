@@ -11,8 +11,10 @@ from prepcli.core.errors import PrepError, UsageError
 from prepcli.models.lora import (
     build_adapters,
     lora_family,
+    module_settings,
     projections,
     select_targets,
+    with_named_patterns,
 )
 from prepcli.models.lora_config import DEFAULT_TARGETS, LoraConfig, lora_from_manifest
 from prepcli.models.parameters import parameter_rows
@@ -172,3 +174,30 @@ VALID_SETTINGS = {"rank": 2, "alpha": 1.0, "targets": ["attn.q"], "use_rslora": 
 def test_invalid_settings_in_a_manifest_are_errors(lora: Any):
     with pytest.raises(PrepError, match="invalid settings of adapters"):
         lora_from_manifest({"lora": lora})
+
+
+@pytest.mark.parametrize(
+    ("config", "pattern", "named"),
+    [
+        (LLAMA, "q_proj", ["attn.q"]),
+        # Projections in one tensor have one module.
+        (GPT2, "c_attn", ["attn.q"]),
+        (FAMILY_CONFIGS["phi3"], "gate_up_proj", ["mlp.gate"]),
+        # Another stack of layers has a projection of the same name.
+        (FAMILY_CONFIGS["t5"], "encoder.*.q", [r"^encoder\.layers\.\d+\.attn\.q"]),
+        (FAMILY_CONFIGS["t5"], "EncDecAttention.q", ["cross.q"]),
+    ],
+)
+def test_patterns_of_a_file_keep_their_modules(
+    config: dict[str, Any], pattern: str, named: list[str]
+):
+    family = FAMILIES[config["model_type"]]
+    lora = LoraConfig(
+        4, 8.0, ("all-linear",), rank_pattern={pattern: 2}, alpha_pattern={pattern: 3}
+    )
+    renamed = with_named_patterns(family, config, lora)
+    assert renamed.rank_pattern == dict.fromkeys(named, 2)
+    assert renamed.alpha_pattern == dict.fromkeys(named, 3)
+    settings = module_settings(family, config, lora)
+    assert len({module.rank for module in settings.values()}) == 2
+    assert module_settings(family, config, renamed) == settings
