@@ -205,6 +205,7 @@ def _whole_tensors(
         source.family.is_verbatim and bool(source.config.get("tie_word_embeddings"))
     )
     base_tensors = {tensor.name: tensor for tensor in source.tensors}
+    has_head = any(tensor.name == source.family.tying.head_tensor for tensor in tensors)
     true_size = source.vocabulary().true_size
     whole: dict[str, SourceTensor] = {}
     unused: list[str] = []
@@ -216,7 +217,7 @@ def _whole_tensors(
         if not settings.saves_module(module) and not is_tied_head:
             continue
         if is_tied and (is_tied_head or tensor.name == source.family.tying.embedding_tensor):
-            check_tying(adapter.path, settings)
+            check_tying(adapter.path, settings, has_head=has_head)
         if is_tied_head and tensor.name not in base_tensors:
             unused.append(tensor.name)
             continue

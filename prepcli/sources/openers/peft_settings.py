@@ -280,15 +280,24 @@ def _saved_modules(
         why = "only lora_A and lora_B of projections, and whole embeddings and heads, are supported"
         raise PrepError(f"{path}: {others[0]:.200} is not supported", why, MERGE_HINT)
     if saved and family.is_tied(config):
-        check_tying(path, settings)
+        check_tying(path, settings, has_head=HEAD in saved)
         saved = [module for module in saved if module != HEAD]
     return tuple(saved)
 
 
-def check_tying(path: AnyPath, settings: PeftSettings) -> None:
-    """Raise PrepError if an adapter of a model with a tied head has a trained embedding that is not tied."""
-    if not settings.ensure_weight_tying:
+def check_tying(path: AnyPath, settings: PeftSettings, *, has_head: bool) -> None:
+    """Raise PrepError if an adapter of a model with a tied head has a trained embedding that is not tied.
+
+    Args:
+        path: Folder of the adapter.
+        settings: Its settings.
+        has_head: Whether it has a tensor of the head. PEFT writes one if it has tied it. With `ensure_weight_tying`, it
+            ties embeddings named `embed_tokens`, and no others, e.g. `wte`.
+    """
+    if not settings.ensure_weight_tying or not has_head:
         what = f"{path}: modules_to_save without ensure_weight_tying is not supported"
+        if settings.ensure_weight_tying:
+            what = f"{path}: a trained embedding without its head is not supported"
         why = "the head of the model is its token embedding, and PEFT trained one of them alone"
         raise PrepError(what, why, "PEFT's `merge_and_unload()` writes a model with both")
 

@@ -177,6 +177,16 @@ def test_adapter_of_peft_with_an_untied_embedding_is_an_error(
     assert "modules_to_save without ensure_weight_tying is not supported" in error
 
 
+def test_adapter_of_peft_with_an_embedding_that_it_does_not_tie_is_an_error(
+    capsys: pytest.CaptureFixture[str],
+):
+    """PEFT ties `embed_tokens` alone. It warns, and trains only the embedding of GPT-2."""
+    settings = {"modules_to_save": ["wte"], "ensure_weight_tying": True, "fan_in_fan_out": True}
+    make_peft_adapter(Case(GPT2, "", {"target_modules": ["c_attn"], **settings}))
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
+    assert "a trained embedding without its head is not supported" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "name", slow_except(["patterns", "saved", "saved-tied", "experts"], ["saved"])
 )
