@@ -377,6 +377,7 @@ def module_settings(
     """
     selected = adapted_projections(family, config, lora)
     unused = {*lora.rank_pattern, *lora.alpha_pattern}
+    shadowed: set[str] = set()
     settings: dict[str, ModuleSettings] = {}
     for projection in selected:
         if projection.tensor in settings:
@@ -387,7 +388,12 @@ def module_settings(
             for names in _names_by_layer(family, config, members):
                 rank_key = find_pattern(lora.rank_pattern, names)
                 found.add((rank_key, find_pattern(lora.alpha_pattern, names)))
-        unused -= {key for keys in found for key in keys if key is not None}
+                # Later keys agree, e.g. those of `attn.q` and `attn.k` in one tensor, or have no effect.
+                for patterns in (lora.rank_pattern, lora.alpha_pattern):
+                    matching = [key for key in patterns if find_pattern([key], names) is not None]
+                    agreeing = [key for key in matching if patterns[key] == patterns[matching[0]]]
+                    unused -= {*agreeing}
+                    shadowed |= {*matching} - {*agreeing}
         values = {
             (
                 lora.rank_pattern.get(rank or "", lora.rank),
@@ -402,6 +408,8 @@ def module_settings(
     if unused and not allow_unused:
         names = ", ".join(dict.fromkeys(projection.name for projection in selected))
         why = f"it matches none of the adapters: {names}"
+        if min(unused) in shadowed:
+            why = "all adapters that it matches have the value of an earlier key"
         raise usage_error(
             f"{min(unused)!r:.60} in `lora.rank_pattern` or `lora.alpha_pattern`", why, ""
         )

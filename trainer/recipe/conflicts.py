@@ -13,6 +13,7 @@ from prepcli.core.formatting import did_you_mean
 from prepcli.models.activation_memory import check_remat
 from prepcli.models.attention_kernels import check_saved_scores
 from prepcli.models.dropout_config import DROPOUT_KEY, FCM_KEY, check_dropout_table, check_fcm_ratio
+from prepcli.models.lora_config import MAX_ALPHA
 from prepcli.models.mesh import DCN_KEY, check_slices, parse_mesh, parse_slice_counts
 from prepcli.models.param_tree import PATTERN_KEYS, check_regular_expressions
 from prepcli.models.rule_text import merge_rules
@@ -283,6 +284,13 @@ def _lora_rows(recipe: Recipe) -> Rows:
     yield Conflict("lora.targets", is_empty, "no projection has an adapter", "remove it")
     why = "`lora.target_parameters` is set, and PEFT has no dropout for experts in one tensor"
     yield Conflict("lora.dropout", lora.target_parameters, why, REMOVE_ONE)
+    for key, alphas in (
+        ("lora.alpha", [lora.alpha or 1.0]),
+        ("lora.alpha_pattern", lora.alpha_pattern.values()),
+    ):
+        is_outside = not all(1 / MAX_ALPHA <= alpha <= MAX_ALPHA for alpha in alphas)
+        why = f"an alpha is at least {1 / MAX_ALPHA:g} and at most {MAX_ALPHA:g}"
+        yield Conflict(key, is_outside, why, "`alpha = 32` in [lora]")
     what = "`lora` needs a checkpoint"
     why = "adapters are trained for a checkpoint, and `model.init` is random"
     hint = "remove [lora], or set `model.path`"

@@ -201,3 +201,13 @@ def test_patterns_of_a_file_keep_their_modules(
     settings = module_settings(family, config, lora)
     assert len({module.rank for module in settings.values()}) == 2
     assert module_settings(family, config, renamed) == settings
+
+
+def test_patterns_of_projections_in_one_tensor_agree():
+    family = FAMILIES["gpt2"]
+    lora = LoraConfig(4, 8.0, rank_pattern={"attn.q": 2, "attn.k": 2})
+    (module,) = module_settings(family, GPT2, lora).values()
+    assert module.rank == 2
+    lora = LoraConfig(4, 8.0, rank_pattern={"attn.q": 2, "attn.k": 3})
+    with pytest.raises(UsageError, match="have the value of an earlier key"):
+        module_settings(family, GPT2, lora)

@@ -196,6 +196,20 @@ def test_adapters_without_a_checkpoint_are_one_error():
     assert str(error).count("`lora` needs a checkpoint") == 1
 
 
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("lora.alpha=1e31", "`--set`: `lora.alpha` is 1e+31"),
+        ("lora.alpha=1e-320", "`--set`: `lora.alpha` is 1e-320"),
+        ("lora.alpha_pattern={'attn.q' = 1e31}", "`--set`: `lora.alpha_pattern` is a table"),
+    ],
+)
+def test_scale_that_float32_cannot_hold_is_an_error(override: str, what: str):
+    error = error_of(GOOD, "lora.rank=3", override)
+    assert str(error.what) == what
+    assert error.why == "an alpha is at least 1e-30 and at most 1e+30"
+
+
 def test_recipe_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("trainer.recipe.loading.MAX_RECIPE_NBYTES", 100)
     assert (
