@@ -327,13 +327,14 @@ def test_scan_equals_the_recurrence(starts: tuple[int, ...]):
 
 def test_scan_continues_from_a_state():
     inputs, rates = selective_random_inputs(LENGTH, (3,))
-    outputs, state = selective_scan(inputs, rates, None)
+    compute = jax.jit(selective_scan)
+    outputs, state = compute(inputs, rates, None)
     first, second = (
         jax.tree.map(lambda x, part=part: x[:, part], inputs)
         for part in (slice(0, 40), slice(40, None))
     )
-    first_outputs, middle = selective_scan(first, rates, None)
-    second_outputs, end = selective_scan(second, rates, middle)
+    first_outputs, middle = compute(first, rates, None)
+    second_outputs, end = compute(second, rates, middle)
     joined = np.concatenate([first_outputs, second_outputs], axis=1)
     np.testing.assert_allclose(joined, outputs, atol=2e-5)
     np.testing.assert_allclose(end, state, atol=2e-5)

@@ -64,17 +64,6 @@ def test_step_records_path_and_digest_of_towers(trained: Path):
     assert all(name.startswith(TEXT_NAMES) for name in manifest["tensors"])
 
 
-def test_chain_does_not_show_the_towers_of_an_export(trained: Path):
-    run_ok("export", "runs/recipe", "--out", "hf")
-    proof = prep.verify_chain("hf")
-    assert proof
-    assert proof.links[0].status == "holds"
-    assert proof.links[0].not_shown == "read from the start model"
-    assert proof.links[0].check == f"prep verify hf {trained / 'm-init'}"
-    num_text = sum(name.startswith(TEXT_NAMES) for name in safetensors_bytes(Path("hf")))
-    assert f", {num_text} tensors, " in proof.links[0].proof
-
-
 def test_chain_proves_the_text_part_of_a_step(trained: Path):
     run_ok("export", "runs/recipe", "--text-only", "--out", "text")
     link = prep.verify_chain("text").links[0]
@@ -93,6 +82,15 @@ def test_export_of_step_has_towers_of_start_model(trained: Path):
     )
     assert Path("hf", PROCESSOR).read_bytes() == Path("m", PROCESSOR).read_bytes()
     run_ok("verify", "hf")
+    verification = prep.verify("hf", "runs/recipe")
+    assert verification.is_equal
+    assert verification.tensors == len(changed)
+    proof = prep.verify_chain("hf")
+    assert proof
+    assert proof.links[0].status == "holds"
+    assert proof.links[0].not_shown == "read from the start model"
+    assert proof.links[0].check == f"prep verify hf {trained / 'm-init'}"
+    assert f", {len(changed)} tensors, " in proof.links[0].proof
     run_ok("export", "runs/recipe", "--text-only", "--out", "text")
     text = safetensors_bytes(Path("text"))
     assert text == {
@@ -113,14 +111,6 @@ def test_verify_of_step_compares_text_part_with_init(
     text = {name for name in manifest["tensors"] if name.startswith(TEXT_NAMES)}
     differences = prep.verify("runs/recipe", "m-init").differences
     assert {difference["tensor"] for difference in differences} <= text
-
-
-def test_export_verifies_against_step_without_towers(trained: Path):
-    run_ok("export", "runs/recipe", "--out", "hf")
-    verification = prep.verify("hf", "runs/recipe")
-    assert verification.is_equal
-    text = {name for name in safetensors_bytes(Path("hf")) if name.startswith(TEXT_NAMES)}
-    assert verification.tensors == len(text)
 
 
 @pytest.mark.parametrize("towers", ["m", "other-mesh"])
@@ -207,7 +197,7 @@ def test_override_of_rope_type_is_refused_with_mrope(
     assert not Path("runs/rope").exists()
 
 
-def test_adapter_merges_into_multimodal_model(trained: Path):
+def test_adapter_merges_into_multimodal_model(trained: Path, capsys: pytest.CaptureFixture[str]):
     before = safetensors_bytes(Path("m"))
     recipe = Path("recipe.toml").read_text()
     Path("lora.toml").write_text(f'{recipe}\n[lora]\nrank = 4\ntargets = ["attn.q"]\n')
@@ -219,6 +209,12 @@ def test_adapter_merges_into_multimodal_model(trained: Path):
         assert merged.keys() == before.keys()
         changed = {name for name in before if merged[name] != before[name]}
         assert changed == {name for name in before if "language_model" in name and "q_proj" in name}
+
+    for words in (["--text-only"], ["--towers", "m"]):
+        capsys.readouterr()
+        lines = error_lines(capsys, "export", "runs/lora", *words)
+        assert lines[0] == f"error: `{' '.join(words)}` has no effect for runs/lora"
+        assert "it has only adapters" in lines[1]
 
 
 def test_adapter_merges_into_step_with_towers_of_its_start(
@@ -238,19 +234,6 @@ def test_adapter_merges_into_step_with_towers_of_its_start(
     lines = error_lines(capsys, "merge", "adapter", "runs/recipe", "--out", "other")
     assert lines[0] == "error: the towers of runs/recipe cannot be read"
     assert "export runs/recipe --towers CHECKPOINT" in lines[-1]
-
-
-def test_options_of_towers_are_refused_for_adapters(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-):
-    recipe = Path("recipe.toml").read_text()
-    Path("lora.toml").write_text(f'{recipe}\n[lora]\nrank = 4\ntargets = ["attn.q"]\n')
-    run_ok("train", "lora.toml")
-    for words in (["--text-only"], ["--towers", "m"]):
-        capsys.readouterr()
-        lines = error_lines(capsys, "export", "runs/lora", *words)
-        assert lines[0] == f"error: `{' '.join(words)}` has no effect for runs/lora"
-        assert "it has only adapters" in lines[1]
 
 
 def test_towers_on_the_hub_are_not_requested_offline(

@@ -101,6 +101,7 @@ def test_evaluate_takes_the_first_rows():
     assert_is_mean_of_rows(run_evaluate(runs.make_setup(), limit=2), num_rows=2)
 
 
+@pytest.mark.slow
 def test_loss_terms_and_dropout_do_not_change_evaluation(tmp_path: Path):
     def first_line_and_evaluation(name: str, **changes: Any) -> tuple[Mapping[str, Any], float]:
         setup = replace(runs.make_setup(), **changes)

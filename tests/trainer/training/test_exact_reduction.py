@@ -119,7 +119,7 @@ def one_device_run(variant: Variant, folder: Path) -> FinishedRun:
     return run(variant.setup(ONE_DEVICE), folder)
 
 
-# By default test_exact_runs_do_not_depend_on_micro_batches compares a mesh with one device.
+# By default test_two_processes_train_like_one compares two processes with one.
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -130,6 +130,7 @@ def test_exact_runs_end_in_equal_bytes(
     check_equal_runs(run(variant.setup(mesh), tmp_path), expected, variant)
 
 
+@pytest.mark.slow
 def test_exact_runs_do_not_depend_on_micro_batches(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ):
@@ -155,7 +156,18 @@ def test_exact_runs_end_in_equal_bytes_with_the_flags_of_users():
     """The flags of the tests disable optimizations; those of XLA's defaults are set after them."""
     flags = "--xla_backend_optimization_level=3 --xla_cpu_use_fusion_emitters=true --xla_cpu_max_isa=AVX"
     test = f"{__file__}::{test_exact_runs_do_not_depend_on_micro_batches.__name__}"
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", test]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "-m",
+        "slow",
+        "-p",
+        "no:cacheprovider",
+        test,
+    ]
     done = subprocess.run(
         command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True
     )

@@ -127,6 +127,7 @@ def test_loop_resumes_on_another_mesh_with_same_batches(
     np.testing.assert_allclose(second.losses(), uninterrupted.losses(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_loop_resumes_bit_exactly_where_sp_splits_tokens(
     uninterrupted: FinishedRun, tmp_path: Path
 ):

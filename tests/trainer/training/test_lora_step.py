@@ -233,6 +233,7 @@ def test_value_that_overflows_is_an_error():
     assert caught.value.why == "params.embed.tokens has values that are too large for it"
 
 
+@pytest.mark.slow
 def test_random_parameters_are_rounded_on_any_mesh():
     wide = random_state(runs.make_setup(), 5)["params"]
     states = [
