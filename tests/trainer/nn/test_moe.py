@@ -520,6 +520,8 @@ def test_compiler_gathers_one_expert_and_no_tokens():
 
     text = jax.jit(jax.grad(loss, (0, 1))).lower(*array_shapes(sharding)).compile().as_text() or ""
     gathered = {*re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)}
-    assert gathered == {f"{F // 4},{D}", f"{D},{F // 4}", f"{EXPERTS},{D}"}, (
-        "gate and up, down, router"
-    )
+    assert gathered == {
+        f"{SHARDED_F // 4},{SHARDED_D}",
+        f"{SHARDED_D},{SHARDED_F // 4}",
+        f"{SHARDED_EXPERTS},{SHARDED_D}",
+    }, "gate and up, down, router"

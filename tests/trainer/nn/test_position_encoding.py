@@ -15,12 +15,24 @@ from prepcli.models.rope_config import QueryScale, Rope
 from trainer.nn.attention_mask import (
     CosSin,
     alibi_bias,
+    inverse_frequencies,
     relative_position_bias,
     relative_position_buckets,
     rotary_cos_sin,
     rotary_cos_sin_at,
     sinusoidal_positions,
 )
+
+
+@pytest.mark.parametrize(("length", "factors"), [(16, (1.0, 3.0)), (17, (2.0, 5.0))])
+def test_longrope_switches_factors_beyond_original_length(
+    length: int, factors: tuple[float, float]
+):
+    rope = Rope(4, 100.0, 16, "longrope", short_factors=(1.0, 3.0), long_factors=(2.0, 5.0))
+    np.testing.assert_allclose(
+        inverse_frequencies(rope, length), [1 / factors[0], 0.1 / factors[1]], rtol=1e-6
+    )
+
 
 ROPES = [
     Rope(4, 100.0, 16),

@@ -21,6 +21,7 @@ from prepcli.models.lora_config import LoraConfig
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.param_tree import ParamLeaf
 from prepcli.models.registry import FAMILIES
+from prepcli.models.rule_text import merge_rules
 from tests.helpers import runs
 from tests.helpers.runs import make_job, make_setup
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS
@@ -45,6 +46,7 @@ from trainer.run.checks import (
 )
 from trainer.run.resume import check_changed_keys, check_resumable, environment_warning
 from trainer.run.summary import adapters_text, rounding_environment
+from trainer.training.setup import check_batch
 
 # Checks of a recipe against its files and devices, and warnings about a run.
 
@@ -190,6 +192,27 @@ def test_check_model_rejects_hidden_units_of_experts(policy: str):
         str(caught.value)
         == f"`model.remat_policy` has mlp_hidden - {why} - remove it from the list"
     )
+
+
+SHARDING = ShardingContext(parse_mesh("1,2,4"))
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("batch.accumulate=3", "`batch.size` 8 is not a whole number of micro-batches"),
+        ("batch.size=7", "a micro-batch of 7 does not divide among 2 replicas"),
+    ],
+)
+def test_check_batch_rejects_indivisible_batch(override: str, what: str):
+    with pytest.raises(PrepError) as caught:
+        check_batch(load_test_recipe(override), SHARDING)
+    assert caught.value.what == what
+
+
+def test_check_batch_follows_activation_rules():
+    whole_batch = ShardingContext(parse_mesh("1,2,4"), merge_rules(["act:batch=dp"]))
+    check_batch(load_test_recipe("batch.size=7"), whole_batch)
 
 
 @dataclass

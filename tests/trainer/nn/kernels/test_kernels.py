@@ -252,7 +252,7 @@ def calls(text: str) -> dict[str, str]:
 @pytest.mark.parametrize("window", [FULL_ATTENTION, 5])
 def test_cudnn_is_called_with_causal_mask_window_and_scale(window: int):
     text = lower(window, ShardingContext())
-    shape = f"{ROWS}x{LENGTH}x{HEADS}x{HEAD_DIM}"
+    shape = f"{ROWS}x{CUDNN_LENGTH}x{HEADS}x{HEAD_DIM}"
     assert calls(text) == {"fmhaSoftmax": shape, "fmhaSoftmaxBackward": shape}
     settings = {
         key: {*re.findall(rf"{key}\\22: (?:\\22)?([\w.]+)", text)}
@@ -267,7 +267,7 @@ def test_cudnn_is_called_with_causal_mask_window_and_scale(window: int):
 @pytest.mark.usefixtures("_cudnn_is_installed")
 def test_each_device_calls_cudnn_for_its_rows_and_heads():
     text = lower(FULL_ATTENTION, make_sharding_context(parse_mesh("2,2,2")))
-    shape = f"{ROWS // 4}x{LENGTH}x{HEADS // 2}x{HEAD_DIM}"
+    shape = f"{ROWS // 4}x{CUDNN_LENGTH}x{HEADS // 2}x{HEAD_DIM}"
     assert calls(text) == {"fmhaSoftmax": shape, "fmhaSoftmaxBackward": shape}
 
 
