@@ -14,7 +14,7 @@ from prepcli.commands.cli.main import main
 from prepcli.formats import msgpack_layout
 from tests.helpers.golden_flax import FILES, LLAMA, MODELS, decode_msgpack
 from tests.helpers.llama_trees import expected_output, read_output
-from tests.helpers.run_cli import exported_tensors, run_failing, run_ok
+from tests.helpers.run_cli import Capture, MonkeyPatch, exported_tensors, run_failing, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import (
     FAMILY_CONFIGS,
@@ -33,11 +33,6 @@ BASES = {
 }
 FLAX_FOLDERS = [*(model / "flax" for model in MODELS), LLAMA / "sharded"]
 OTHER_FILES = [name.removeprefix("llama/") for name in FILES if name.count("/") == 1]
-
-
-@pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 # Golden files
@@ -73,9 +68,7 @@ def test_files_of_flax_and_easylm_are_read(name: str):
 @pytest.mark.parametrize(
     "name", ["streaming_params", "streaming_train_state", "flax_params.msgpack"]
 )
-def test_easylm_part_prefix_must_match_the_file(
-    capsys: pytest.CaptureFixture[str], part: str, name: str
-):
+def test_easylm_part_prefix_must_match_the_file(capsys: Capture, part: str, name: str):
     right = {"streaming_params": ("params",), "flax_params.msgpack": ("flax_params",)}
     args = (
         "save-init",
@@ -99,7 +92,7 @@ def test_easylm_part_prefix_must_match_the_file(
     ]
 
 
-def test_dropped_training_state_is_listed(capsys: pytest.CaptureFixture[str]):
+def test_dropped_training_state_is_listed(capsys: Capture):
     name, config = str(LLAMA / "streaming_train_state"), str(LLAMA / "hf")
     assert (
         main(["save-init", f"trainstate::{name}", "--config", config, "--dry-run", "--json"]) == 0
@@ -144,23 +137,24 @@ def test_sharded_flax_export_equals_files_of_transformers():
 
 
 @pytest.mark.parametrize(
-    ("layout", "file"), [("easylm", "streaming_params"), ("easylm-scanned", "stacked_0")]
+    ("layout", "file", "memory", "piece_nbytes"),
+    [
+        ("easylm", "streaming_params", "512MiB", None),
+        ("easylm-scanned", "stacked_0", "512MiB", None),
+        ("easylm", "streaming_pieces", "512MiB", 600),
+        ("easylm", "streaming_pieces", "32MiB", 600),
+    ],
 )
-def test_easylm_export_equals_file_of_easylm(layout: str, file: str):
+def test_easylm_export_equals_file_of_easylm(
+    layout: str, file: str, memory: str, piece_nbytes: int | None, monkeypatch: MonkeyPatch
+):
+    if piece_nbytes:
+        monkeypatch.setattr(msgpack_layout, "MAX_PIECE_NBYTES", piece_nbytes)
     run_ok("save-init", str(LLAMA / "hf"), "--out", "init")
-    run_ok("export", "init", "--layout", layout, "--out", "out")
+    run_ok("export", "init", "--layout", layout, "--memory", memory, "--out", "out")
     assert Path("out/streaming_params").read_bytes() == (LLAMA / file).read_bytes()
     run_ok("verify", "out")
     run_ok("verify", "params::out/streaming_params", str(LLAMA / "hf"))
-
-
-@pytest.mark.parametrize("memory", ["512MiB", "32MiB"])
-def test_large_leaves_are_split_like_flax(monkeypatch: pytest.MonkeyPatch, memory: str):
-    monkeypatch.setattr(msgpack_layout, "MAX_PIECE_NBYTES", 600)
-    run_ok("save-init", str(LLAMA / "hf"), "--out", "init")
-    run_ok("export", "init", "--layout", "easylm", "--memory", memory, "--out", "out")
-    assert Path("out/streaming_params").read_bytes() == (LLAMA / "streaming_pieces").read_bytes()
-    run_ok("verify", "out", str(LLAMA / "hf"))
 
 
 # Round trips
@@ -179,10 +173,7 @@ FAST_FORMS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "layout", "tied", "dtype"),
-    slow_except(FORMS, FAST_FORMS),
-)
+@pytest.mark.parametrize(("family", "layout", "tied", "dtype"), slow_except(FORMS, FAST_FORMS))
 def test_flax_export_round_trips(family: str, layout: str, tied: bool, dtype: str):
     tensors = make_checkpoint(Path("m"), BASES[family], dtype, tied, legacy=True)
     run_ok("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,2", "--out", "init")
@@ -258,7 +249,7 @@ def test_flax_export_keeps_names_without_prefix():
     assert_same(read_tensors(Path("back")), bare)
 
 
-def test_easylm_rejects_llama_biases(capsys: pytest.CaptureFixture[str]):
+def test_easylm_rejects_llama_biases(capsys: Capture):
     make_checkpoint(Path("m"), LLAMA_CONFIG, attention_bias=True)
     run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
     run_ok("verify", "there", "./m")
@@ -278,7 +269,7 @@ def test_easylm_rejects_llama_biases(capsys: pytest.CaptureFixture[str]):
     ],
 )
 def test_flax_rejects_unsupported_biases(
-    capsys: pytest.CaptureFixture[str], family: str, changes: dict[str, Any], why: str
+    capsys: Capture, family: str, changes: dict[str, Any], why: str
 ):
     make_checkpoint(Path("m"), {**FAMILY_CONFIGS, "llama": LLAMA_CONFIG}[family], **changes)
     assert why in run_failing(capsys, 1, "export", "./m", "--layout", "hf-flax")
@@ -297,24 +288,24 @@ def test_flax_rejects_unsupported_biases(
     ],
 )
 def test_unsupported_layout_and_format_are_rejected(
-    options: list[str], advice: str, capsys: pytest.CaptureFixture[str]
+    options: list[str], advice: str, capsys: Capture
 ):
     make_checkpoint(Path("m"), LLAMA_CONFIG)
     assert advice in run_failing(capsys, 2, "export", "./m", *options)
 
 
-def test_layout_unsupported_by_family_is_rejected(capsys: pytest.CaptureFixture[str]):
+def test_layout_unsupported_by_family_is_rejected(capsys: Capture):
     make_checkpoint(Path("m"), GPT_NEO)
     assert "supported: hf, hf-flax" in run_failing(capsys, 2, "export", "./m", "--layout", "easylm")
 
 
-def test_shard_size_is_rejected_for_streams(capsys: pytest.CaptureFixture[str]):
+def test_shard_size_is_rejected_for_streams(capsys: Capture):
     make_checkpoint(Path("m"), LLAMA_CONFIG)
     stderr = run_failing(capsys, 2, "export", "./m", "--layout", "easylm", "--shard-size", "1MB")
     assert "`--shard-size` is not supported for streams" in stderr
 
 
-def test_flax_file_without_config_needs_config_option(capsys: pytest.CaptureFixture[str]):
+def test_flax_file_without_config_needs_config_option(capsys: Capture):
     shutil.copy(LLAMA / "streaming_params", ".")
     stderr = run_failing(capsys, 1, "save-init", "params::streaming_params", "--no-verbatim")
     assert "has no config.json" in stderr
@@ -324,11 +315,11 @@ def test_flax_file_without_config_needs_config_option(capsys: pytest.CaptureFixt
     run_ok("save-init", "params::./streaming_params", "--out", "init")
 
 
-def test_path_after_an_easylm_prefix_must_exist(capsys: pytest.CaptureFixture[str]):
+def test_path_after_an_easylm_prefix_must_exist(capsys: Capture):
     assert "`gone` does not exist" in run_failing(capsys, 2, "save-init", "params::gone")
 
 
-def test_config_of_other_model_is_rejected(capsys: pytest.CaptureFixture[str]):
+def test_config_of_other_model_is_rejected(capsys: Capture):
     config = json.loads((LLAMA / "hf/config.json").read_text())
     for key, value, why in (
         ("hidden_size", 32, "its shape is [53, 16], its config implies [53, 32]"),
@@ -349,7 +340,7 @@ def test_config_of_other_model_is_rejected(capsys: pytest.CaptureFixture[str]):
         assert why in run_failing(capsys, 1, *args), (key, value)
 
 
-def test_folder_with_several_streams_needs_a_choice(capsys: pytest.CaptureFixture[str]):
+def test_folder_with_several_streams_needs_a_choice(capsys: Capture):
     shutil.copy(LLAMA / "hf/config.json", ".")
     for name in ("streaming_params_10", "streaming_params_20"):
         shutil.copy(LLAMA / "streaming_params", name)
@@ -362,7 +353,7 @@ def test_folder_with_several_streams_needs_a_choice(capsys: pytest.CaptureFixtur
     run_ok("save-init", "./", "--out", "../state")
 
 
-def test_flax_index_is_checked_against_its_files(capsys: pytest.CaptureFixture[str]):
+def test_flax_index_is_checked_against_its_files(capsys: Capture):
     shutil.copytree(LLAMA / "sharded", "m")
     Path("m/flax_model-00009-of-00009.msgpack").write_bytes(b"left over from an earlier save")
     run_ok("save-init", "./m", "--out", "init")
@@ -378,7 +369,7 @@ def test_flax_index_is_checked_against_its_files(capsys: pytest.CaptureFixture[s
     ).replace(" is ", " are ")
 
 
-def test_output_does_not_replace_source_file(capsys: pytest.CaptureFixture[str]):
+def test_output_does_not_replace_source_file(capsys: Capture):
     shutil.copy(LLAMA / "streaming_params", ".")
     shutil.copy(LLAMA / "hf/config.json", ".")
     run_ok("save-init", "streaming_params")
@@ -402,9 +393,7 @@ def test_output_does_not_replace_source_file(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("layout", "file"), [("hf-flax", "flax_model.msgpack"), ("easylm", "streaming_params")]
 )
-def test_single_file_is_checked_against_its_manifest(
-    capsys: pytest.CaptureFixture[str], layout: str, file: str
-):
+def test_single_file_is_checked_against_its_manifest(capsys: Capture, layout: str, file: str):
     run_ok("export", str(LLAMA / "hf"), "--layout", layout, "--out", "output")
     path = Path("output", file)
     run_ok("save-init", str(path), "--out", "init")
@@ -429,7 +418,7 @@ def test_file_that_a_manifest_does_not_list_is_read():
     assert_same(exported_tensors("init"), read_tensors(LLAMA / "hf"))
 
 
-def test_inspect_lists_tensors_of_flax_files(capsys: pytest.CaptureFixture[str]):
+def test_inspect_lists_tensors_of_flax_files(capsys: Capture):
     assert main(["inspect", str(LLAMA / "pieces.msgpack"), "--stats", "--json"]) == 0
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert report["source"]["format"] == "flax"
@@ -443,7 +432,7 @@ def test_inspect_lists_tensors_of_flax_files(capsys: pytest.CaptureFixture[str])
     assert "step is 0" in stdout
 
 
-def inspected_source(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def inspected_source(capsys: Capture, *words: str) -> dict[str, Any]:
     capsys.readouterr()
     assert main(["inspect", *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)["source"]
@@ -452,15 +441,13 @@ def inspected_source(capsys: pytest.CaptureFixture[str], *words: str) -> dict[st
 @pytest.mark.parametrize(
     "folder", FLAX_FOLDERS, ids=[f"{path.parent.name}-{path.name}" for path in FLAX_FOLDERS]
 )
-def test_inspect_counts_parameters_of_flax_folders(
-    capsys: pytest.CaptureFixture[str], folder: Path
-):
+def test_inspect_counts_parameters_of_flax_folders(capsys: Capture, folder: Path):
     expected = inspected_source(capsys, str(folder.parent / "hf"))["parameters"]
     assert inspected_source(capsys, str(folder))["parameters"] == expected > 0
 
 
 @pytest.mark.parametrize("name", OTHER_FILES)
-def test_inspect_reads_the_config_of_flax_files(capsys: pytest.CaptureFixture[str], name: str):
+def test_inspect_reads_the_config_of_flax_files(capsys: Capture, name: str):
     expected = inspected_source(capsys, str(LLAMA / "hf"))["parameters"]
     source = inspected_source(capsys, str(LLAMA / name), "--config", str(LLAMA / "hf"))
     assert (source["family"], source["parameters"]) == ("llama", expected)

@@ -1,32 +1,44 @@
-"""Bit-exact round trips of tiny models through the conversions."""
+"""Bit-exact round trips of tiny models through the conversions, with rules of leaves and existing outputs."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import prepcli as prep
 from prepcli.commands.cli.main import main
-from tests.helpers.run_cli import run_ok
+from prepcli.commands.operations.checkpoint_options import source_line
+from prepcli.core.errors import USAGE
+from prepcli.sources.source import SourceTensor
+from tests.helpers.damage import largest_file
+from tests.helpers.run_cli import (
+    Capture,
+    error_lines,
+    exported_tensors,
+    run_failing,
+    run_json,
+    run_ok,
+)
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import (
+    FAMILY_CONFIGS,
     GPT2,
     GPT_NEO,
     LLAMA,
+    assert_same,
     make_checkpoint,
     read_tensors,
     same_bits,
     write_checkpoint,
 )
-
-
-@pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
 
 WIDE: dict[str, dict[str, Any]] = {  # sizes that all meshes divide
     "gpt2": {"n_embd": 64},
@@ -48,11 +60,6 @@ def without_buffers(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Remove the buffers of old files, which only pad-vocab copies."""
     buffers = (".attn.bias", ".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
     return {name: value for name, value in tensors.items() if not name.endswith(buffers)}
-
-
-def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert actual.keys() == expected.keys()
-    assert [name for name in actual if not same_bits(actual[name], expected[name])] == []
 
 
 @pytest.mark.parametrize(("name", "dtype", "tied"), slow_except(FORMS, FAST_FORMS))
@@ -132,37 +139,6 @@ def test_names_without_prefix_round_trip():
     assert_same(read_tensors(Path("back")), bare)
 
 
-def test_stored_tied_head_is_written_once():
-    tensors = make_checkpoint(Path("m"))
-    both = {**tensors, "lm_head.weight": tensors["transformer.wte.weight"]}
-    write_checkpoint(Path("both"), json.loads(Path("m/config.json").read_text()), both)
-    run_ok("pad-vocab", "./both")
-    padded = read_tensors(Path("both-padded"))
-    assert same_bits(padded["lm_head.weight"], padded["transformer.wte.weight"])
-    run_ok("save-init", "both-padded")
-    run_ok("export", "both-padded-init", "--out", "back")
-    assert_same(read_tensors(Path("back")), tensors)
-
-
-def test_different_tied_head_needs_untie(capsys: pytest.CaptureFixture[str]):
-    tensors = make_checkpoint(Path("m"))
-    head = tensors["transformer.wte.weight"].copy()
-    head[17, 3] += 1
-    config = json.loads(Path("m/config.json").read_text())
-    write_checkpoint(Path("both"), config, {**tensors, "lm_head.weight": head})
-    for command in ("save-init", "pad-vocab"):
-        assert main([command, "./both", "-q"]) == 1
-        stderr = capsys.readouterr().err
-        assert "lm_head.weight is not equal to transformer.wte.weight" in stderr
-        assert "first difference in row 17" in stderr
-        assert "--untie" in stderr
-    assert not list(Path().glob("both-*[!l]"))
-    run_ok("save-init", "./both", "--untie", "--restart")
-    run_ok("export", "both-init", "--out", "back")
-    assert_same(read_tensors(Path("back")), {**tensors, "lm_head.weight": head})
-    assert json.loads(Path("back/config.json").read_text())["tie_word_embeddings"] is False
-
-
 LAYOUTS = [["--no-scan"], ["--scan-axis", "1"], ["--mesh", "fsdp:2,mp:4,sp:2"]]
 LAYOUT_CASES = [(base, options) for base in (GPT2, LLAMA) for options in LAYOUTS]
 FAST_LAYOUT_CASES = [(LLAMA, LAYOUTS[0]), (GPT2, LAYOUTS[1]), (LLAMA, LAYOUTS[2])]
@@ -188,16 +164,7 @@ def test_export_keeps_padding_and_shards_by_size():
     assert json.loads(Path("back/config.json").read_text())["true_vocab_size"] == 131
 
 
-def test_output_does_not_depend_on_memory():
-    make_checkpoint(Path("m"), LLAMA)
-    run_ok("save-init", "./m", "--out", "a", "--memory", "512MiB")
-    run_ok("save-init", "./m", "--out", "b", "--memory", "32MiB")
-    files = sorted(p.relative_to("a") for p in Path("a").rglob("*") if p.is_file())
-    assert files == sorted(p.relative_to("b") for p in Path("b").rglob("*") if p.is_file())
-    assert [f for f in files if Path("a", f).read_bytes() != Path("b", f).read_bytes()] == []
-
-
-def test_repeated_request_is_already_done(capsys: pytest.CaptureFixture[str]):
+def test_repeated_request_is_already_done(capsys: Capture):
     make_checkpoint(Path("m"))
     run_ok("save-init", "./m")
     before = {p: p.stat().st_mtime_ns for p in Path("m-init").rglob("*")}
@@ -207,7 +174,7 @@ def test_repeated_request_is_already_done(capsys: pytest.CaptureFixture[str]):
     assert before == {p: p.stat().st_mtime_ns for p in Path("m-init").rglob("*")}
 
 
-def test_other_request_needs_overwrite(capsys: pytest.CaptureFixture[str]):
+def test_other_request_needs_overwrite(capsys: Capture):
     make_checkpoint(Path("m"))
     run_ok("save-init", "./m")
     assert main(["save-init", "./m", "--mesh", "1,2,1", "-q"]) == 1
@@ -217,28 +184,12 @@ def test_other_request_needs_overwrite(capsys: pytest.CaptureFixture[str]):
     assert sorted(p.name for p in Path().iterdir()) == ["m", "m-init"]
 
 
-def test_dry_run_equals_run_and_writes_nothing(capsys: pytest.CaptureFixture[str]):
+def test_dry_run_equals_run_and_writes_nothing(capsys: Capture):
     make_checkpoint(Path("m"))
-    assert (
-        main(
-            [
-                "save-init",
-                "./m",
-                "--mesh",
-                "1,2,4",
-                "--pad-vocab",
-                "auto",
-                "--dry-run",
-                "--json",
-                "-q",
-            ]
-        )
-        == 0
-    )
-    planned = json.loads(capsys.readouterr().out)
+    words = ("save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto", "-q")
+    planned = run_json(capsys, *words, "--dry-run")
     assert sorted(p.name for p in Path().iterdir()) == ["m"]
-    assert main(["save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto", "--json", "-q"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = run_json(capsys, *words)
     assert planned["plan_digest"] == report["plan_digest"]
     assert planned["accounting"] == report["accounting"]
     assert report["accounting"]["filled"] == [
@@ -246,32 +197,22 @@ def test_dry_run_equals_run_and_writes_nothing(capsys: pytest.CaptureFixture[str
     ]
 
 
-def test_truncated_output_is_not_done(capsys: pytest.CaptureFixture[str]):
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda init: largest_file(init / "d").write_bytes(b""),
+    "manifest": lambda init: (init / "prep-manifest.json").write_text("{"),
+    "database": lambda init: (init / "manifest.ocdbt").unlink(),
+    "tree": lambda init: (init / "_METADATA").unlink(),
+    "config": lambda init: (init / "hf/config.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_output_is_not_done(damage: str, capsys: Capture):
     make_checkpoint(Path("m"))
     run_ok("save-init", "./m")
-    largest = max(Path("m-init/d").iterdir(), key=lambda p: p.stat().st_size)
-    largest.write_bytes(b"")
-    assert main(["save-init", "./m", "-q"]) == 1
-    assert "but its files are damaged" in capsys.readouterr().err
-    run_ok("save-init", "./m", "--overwrite")
-    run_ok("verify", "m-init")
-
-
-def test_output_with_broken_manifest_is_overwritten():
-    make_checkpoint(Path("m"))
-    run_ok("save-init", "./m")
-    Path("m-init/prep-manifest.json").write_text("{")
-    assert main(["save-init", "./m", "-q"]) == 1
-    run_ok("save-init", "./m", "--overwrite")
-    run_ok("verify", "m-init")
-
-
-@pytest.mark.parametrize("lost", ["manifest.ocdbt", "_METADATA", "hf/config.json"])
-def test_output_with_a_missing_metadata_file_is_damaged(lost: str):
-    make_checkpoint(Path("m"))
-    run_ok("save-init", "./m")
-    Path("m-init", lost).unlink()
-    assert main(["save-init", "./m", "-q"]) == 1
+    DAMAGES[damage](Path("m-init"))
+    error = run_failing(capsys, 1, "save-init", "./m")
+    assert "but its files are damaged" in error or damage == "manifest"
     run_ok("save-init", "./m", "--overwrite")
     run_ok("verify", "m-init")
 
@@ -318,7 +259,7 @@ def test_reshard_keeps_mesh_and_rules_by_default():
     assert (manifest["mesh"], manifest["rules"], manifest["scan"]) == ("1,8,1", ["mlp=none"], False)
 
 
-def test_verify_compares_stored_tied_head(capsys: pytest.CaptureFixture[str]):
+def test_verify_compares_stored_tied_head(capsys: Capture):
     tensors = make_checkpoint(Path("m"))
     head = tensors["transformer.wte.weight"] + 1
     write_checkpoint(
@@ -332,7 +273,7 @@ def test_verify_compares_stored_tied_head(capsys: pytest.CaptureFixture[str]):
     )
 
 
-def test_source_behind_links_is_not_overwritten(capsys: pytest.CaptureFixture[str]):
+def test_source_behind_links_is_not_overwritten(capsys: Capture):
     make_checkpoint(Path("weights"))
     Path("links").mkdir()
     for path in Path("weights").iterdir():
@@ -348,3 +289,185 @@ def test_dangling_link_is_not_replaced():
     Path("m-init").symlink_to("/nowhere/at/all")
     assert main(["save-init", "./m", "-q"]) == 1
     assert Path("m-init").is_symlink()
+
+
+# Conversions with rules of leaves and presets: chunks, manifests, padding, shard maps and loaded parameters
+
+
+QUERY_RULE = r"re:^layers\.attn\.(q|k|v)\.weight$=none,fsdp,mp"
+# a query weight of 1 MiB
+WIDE_LLAMA: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 1, "num_key_value_heads": 8}
+QUERY, OUTPUT = "params.layers.attn.q.weight", "params.layers.attn.o.weight"
+
+
+def read_manifest(folder: str) -> dict[str, Any]:
+    return json.loads(Path(folder, "prep-manifest.json").read_text())
+
+
+def chunk_of(folder: str, leaf: str) -> list[int]:
+    """Return the chunk shape of a leaf."""
+    return read_manifest(folder)["leaves"][leaf]["chunk"]
+
+
+def test_chunks_follow_rules_of_leaves_in_every_layout(capsys: Capture):
+    tensors = make_checkpoint(Path("m"), LLAMA, **WIDE_LLAMA)
+    pad, mesh = ("--pad-vocab", "auto"), ("--mesh", "1,2,4")
+    run_ok("save-init", "m", *mesh, *pad, "--rule", QUERY_RULE, "--out", "init")
+    assert (chunk_of("init", QUERY), chunk_of("init", OUTPUT)) == ([1, 8, 32, 128], [1, 256, 2, 64])
+    assert read_manifest("init")["rules"] == [QUERY_RULE]
+    run_ok("reshard", "init", "--no-scan", "--mesh", "1,4,2", "--out", "unstacked")
+    assert chunk_of("unstacked", QUERY.replace("layers", "layers.0")) == [8, 16, 256]
+    run_ok(
+        "reshard",
+        "unstacked",
+        "--scan",
+        "--scan-axis",
+        "1",
+        *mesh,
+        "--rule",
+        "auto",
+        "--out",
+        "by-size",
+    )
+    assert (chunk_of("by-size", QUERY), chunk_of("by-size", OUTPUT)) == (
+        [8, 1, 32, 128],
+        [128, 1, 8, 32],
+    )
+    run_ok("verify", "by-size")
+    run_ok("export", "by-size", "--out", "back")
+    assert all(
+        same_bits(array, tensors[name]) for name, array in read_tensors(Path("back")).items()
+    )
+    shards = run_json(capsys, "inspect", "init", "--shards", "attn.q.weight")["shards"]
+    assert (shards["spec"], shards["shard"]) == ("P(None, None, fsdp, mp)", [1, 8, 32, 128])
+
+
+def test_padding_fits_rules_of_vocabulary_leaves():
+    make_checkpoint(Path("m"), LLAMA)
+    rule = r"re:^(embed\.tokens|head\.weight)$=fsdp+mp,none"
+    run_ok(
+        "save-init",
+        "m",
+        "--mesh",
+        "1,3,4",
+        "--pad-vocab",
+        "auto",
+        "--rule",
+        rule,
+        "--rule",
+        "embed=none",
+        "--out",
+        "i",
+    )
+    assert read_manifest("i")["vocab"] == {"true": 131, "padded": 132}
+    run_ok("save-init", "m", "--mesh", "1,2,4", "--pad-vocab", "auto", "--rule", rule, "--out", "j")
+    assert read_manifest("j")["vocab"] == {"true": 131, "padded": 136}
+
+
+def test_rule_without_leaf_is_an_error(capsys: Capture):
+    make_checkpoint(Path("m"), LLAMA)
+    options = ("save-init", "m", "--mesh", "1,1,1")
+    assert main([*options, "--rule", r"re:^layers\.atn\.q\.weight$=mp,none,none", "-q"]) == USAGE
+    lines = error_lines(capsys, *options, "--rule", r"re:^layers\.atn\.q\.weight$=mp,none,none")
+    assert lines[0] == r"error: `re:^layers\.atn\.q\.weight$=mp,none,none` matches no leaf"
+    assert "did you mean `layers.attn.q.weight`?" in lines[-1]
+
+
+@pytest.mark.parametrize("rules", [[QUERY_RULE], ["flaxlm:2,2"], ["auto"]])
+def test_load_params_places_shards_by_stored_rules(rules: list[str]):
+    tensors = make_checkpoint(Path("m"), LLAMA, vocab_size=136)
+    init = prep.save_init("m", out="init", mesh="1,2,4", rules=rules)
+    params = prep.load_params(init.path, mesh="1,2,4")
+    q = params["layers"]["attn"]["q"]["weight"]
+    expected = {"auto": (3, 4, 4, 8), "flaxlm:2,2": (3, 2, 4, 16)}.get(rules[0], (3, 8, 2, 8))
+    assert q.addressable_shards[0].data.shape == expected
+    up = params["layers"]["mlp"]["up"]["weight"]
+    assert np.array_equal(np.asarray(up)[0], tensors["model.layers.0.mlp.up_proj.weight"])
+
+
+# Behaviour shared by the converting commands
+
+
+class CountingTensors(tuple[SourceTensor, ...]):
+    """Tuple of tensors that counts its iterations."""
+
+    num_iterations = 0
+
+    def __iter__(self) -> Any:
+        CountingTensors.num_iterations += 1
+        return super().__iter__()
+
+
+def test_source_line_lists_dtypes_of_large_tensors():
+    biases = [SourceTensor(f"bias{i}", "float32", (1,), ()) for i in range(50)]
+    weights = [
+        SourceTensor(f"w{i}", dtype, (8, 8), ()) for i, dtype in enumerate(("bfloat16", "float16"))
+    ]
+    source: Any = SimpleNamespace(
+        display_name="o/m", family=SimpleNamespace(name="llama"), files=("a", "b"),
+        tensors=CountingTensors([*weights, *biases]),
+        tower_tensors=(), state_tensors=(), extra_entries=(), quantization={}, wrapper=None,
+    )  # fmt: skip
+    assert source_line(source) == "o/m  llama  52 tensors  456 bytes bfloat16, float16  2 files"
+    assert CountingTensors.num_iterations < 10
+
+
+@pytest.mark.parametrize("command", ["save-init", "pad-vocab"])
+def test_conversion_warns_of_a_config_that_cannot_be_computed(
+    command: str, tmp_path: Path, capsys: Capture
+):
+    make_checkpoint(tmp_path / "odd", LLAMA, clip_qkv=8.0)
+    words = (command, str(tmp_path / "odd"), "--out", str(tmp_path / "out"), "--dry-run")
+    assert main([*words]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "not trained" in line]
+    assert "`clip_qkv` is not supported" in line
+    report = run_json(capsys, *words)
+    assert "clip_qkv" in report["not_computed"]
+    assert report["warnings"] == [line.removeprefix("warning: ")]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("llama", {"hidden_act": "tanh"}, "activation `tanh` is not supported"),
+        ("llama", {"hidden_act": "laplace"}, "activation `laplace` is not supported"),
+        ("gpt_neox", {"rotary_pct": 0.2}, "3 elements of a head are to be rotated"),
+        (
+            "qwen2",
+            {"layer_types": ["sliding_attention"] * 3, "sliding_window": None},
+            "there is no sliding_window",
+        ),
+    ],
+)
+def test_warning_has_the_reason_that_computations_refuse(
+    family: str, changes: dict[str, Any], reason: str, tmp_path: Path, capsys: Capture
+):
+    config = FAMILY_CONFIGS.get(family, LLAMA) | (
+        {"use_sliding_window": True} if family == "qwen2" else {}
+    )
+    make_checkpoint(tmp_path / "odd", config, **changes)
+    warnings = run_json(capsys, "save-init", str(tmp_path / "odd"), "--out", str(tmp_path / "out"))[
+        "warnings"
+    ]
+    (warning,) = [text for text in warnings if "not trained" in text]
+    assert reason in warning
+    assert reason in run_failing(capsys, 1, "plan", str(tmp_path / "out"), "--mesh", "1,1,1")
+
+
+def test_save_init_does_not_warn_about_a_supported_config(tmp_path: Path, capsys: Capture):
+    make_checkpoint(tmp_path / "plain", LLAMA)
+    words = ("save-init", str(tmp_path / "plain"), "--out", str(tmp_path / "out"), "--dry-run")
+    assert main([*words]) == 0
+    assert "not trained" not in capsys.readouterr().err
+    assert run_json(capsys, *words)["not_computed"] is None
+
+
+@pytest.mark.parametrize("year", [1901, 1960])
+def test_sources_older_than_1970_are_converted(year: int, tmp_path: Path) -> None:
+    tensors = make_checkpoint(tmp_path / "m", GPT_NEO)
+    seconds = datetime(year, 1, 1, tzinfo=UTC).timestamp()
+    for path in (tmp_path / "m").iterdir():
+        os.utime(path, (seconds, seconds))
+    run_ok("save-init", "./m", "--out", "init")
+    run_ok("verify", "init", "./m")
+    assert_same(exported_tensors("init"), tensors)

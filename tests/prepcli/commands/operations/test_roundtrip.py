@@ -27,7 +27,7 @@ from prepcli.core.errors import (
 from prepcli.formats.manifest import record_file
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.quantized_folders import make_quantized
-from tests.helpers.run_cli import run_failing, run_json
+from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_json
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, same_bits
 from tests.helpers.tiny_configs import T5
 from tests.helpers.towers import write_model
@@ -36,9 +36,8 @@ from tests.helpers.training_folder import write_tokenizer
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model() -> Path:
     """Write a model `m` with a tokenizer to the working folder."""
-    monkeypatch.chdir(tmp_path)
     make_checkpoint(Path("m"), LLAMA)
     write_tokenizer(Path("m"))
     return Path("m")
@@ -51,7 +50,7 @@ def read_folder(folder: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def wrap_export(monkeypatch: pytest.MonkeyPatch, after: Callable[[Path], None]) -> None:
+def wrap_export(monkeypatch: MonkeyPatch, after: Callable[[Path], None]) -> None:
     """Call `after` with the folder of each finished export in the layout of Hugging Face."""
 
     def export(checkpoint: str, out: Path, **options: Any) -> prep.Conversion:
@@ -63,7 +62,8 @@ def wrap_export(monkeypatch: pytest.MonkeyPatch, after: Callable[[Path], None]) 
     monkeypatch.setitem(module.CONVERSIONS, "export", export)
 
 
-def test_every_way_ends_in_the_tensors_of_the_model(model: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.slow
+def test_every_way_ends_in_the_tensors_of_the_model(model: Path, monkeypatch: MonkeyPatch):
     ends: list[dict[str, np.ndarray]] = []
     wrap_export(monkeypatch, lambda folder: ends.append(read_folder(folder)))
     certificate = prep.roundtrip("m")
@@ -108,28 +108,48 @@ def test_certificate_has_counts_and_digests_of_the_model(model: Path):
 
 
 @pytest.mark.parametrize("base", [GPT_NEO, T5], ids=["gpt_neo", "t5"])
-def test_other_families_come_back_in_half_precision(
-    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
+def test_other_families_come_back_in_half_precision(base: dict[str, Any]):
     make_checkpoint(Path("m"), base, dtype="bfloat16")
     certificate = prep.roundtrip("m", layout=["init", "no-scan", "pad", "hf-flax"])
     assert certificate
     assert [way.status for way in certificate.ways][:3] == ["equal"] * 3
 
 
-def test_way_with_a_rounding_scale_is_not_available(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def write_rounding_scale() -> str:
     # MaxText divides queries by the square root of the 8 elements of a head.
-    monkeypatch.chdir(tmp_path)
     make_checkpoint(Path("m"), LLAMA, num_attention_heads=4, num_key_value_heads=2)
-    certificate = prep.roundtrip("m", layout=["init", "maxtext", "maxtext-unscanned"])
-    assert [way.status for way in certificate.ways] == ["equal", "not available", "not available"]
-    assert "the scale of the layout changes" in certificate.ways[1].reason
+    return "m"
 
 
-def test_no_temporary_file_remains(model: Path, monkeypatch: pytest.MonkeyPatch):
+def write_gpt_neo() -> str:
+    make_checkpoint(Path("m"), GPT_NEO)
+    return "m"
+
+
+def write_torchtitan() -> str:
+    make_checkpoint(Path("m"), LLAMA)
+    prep.export("m", "out", layout="torchtitan")
+    return "out"
+
+
+@pytest.mark.parametrize(
+    ("write", "ways", "reason"),
+    [
+        (write_rounding_scale, ["maxtext", "maxtext-unscanned"], "the scale of the layout changes"),
+        (write_gpt_neo, ["easylm"], "easylm"),
+        (write_torchtitan, ["verbatim"], "names of another library"),
+    ],
+)
+def test_way_that_a_model_does_not_have_is_not_available(
+    write: Callable[[], str], ways: list[str], reason: str
+):
+    certificate = prep.roundtrip(write(), layout=["init", *ways])
+    assert certificate
+    assert [way.status for way in certificate.ways] == ["equal", *["not available"] * len(ways)]
+    assert reason in certificate.ways[1].reason
+
+
+def test_no_temporary_file_remains(model: Path, monkeypatch: MonkeyPatch):
     prep.roundtrip("m", "out.json", layout=["mesh"])
     assert sorted(path.name for path in Path().iterdir()) == ["m", "out.json"]
     Path("out.json").unlink()
@@ -143,9 +163,7 @@ def test_no_temporary_file_remains(model: Path, monkeypatch: pytest.MonkeyPatch)
     assert [path.name for path in Path().iterdir()] == ["m"]
 
 
-def test_runs_with_one_certificate_do_not_share_their_work(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_runs_with_one_certificate_do_not_share_their_work(model: Path, monkeypatch: MonkeyPatch):
     ways = iter(["mesh", "init"])
 
     def start_another(folder: Path) -> None:
@@ -157,9 +175,7 @@ def test_runs_with_one_certificate_do_not_share_their_work(
     assert sorted(path.name for path in Path().iterdir()) == ["m", "out.json"]
 
 
-def test_unwritable_folder_of_the_certificate_is_named(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_unwritable_folder_of_the_certificate_is_named(model: Path, monkeypatch: MonkeyPatch):
     def fail(*words: Any, **options: Any) -> str:
         raise PermissionError(13, "Permission denied")
 
@@ -168,9 +184,7 @@ def test_unwritable_folder_of_the_certificate_is_named(
         prep.roundtrip("m", "out.json", layout=["init"])
 
 
-def test_changed_bit_is_a_difference(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_changed_bit_is_a_difference(model: Path, monkeypatch: MonkeyPatch, capsys: Capture):
     def flip_bit(folder: Path) -> None:
         path = next(folder.glob("*.safetensors"))
         data = path.read_bytes()
@@ -186,7 +200,7 @@ def test_changed_bit_is_a_difference(
     assert "m is not the same after the way init" in message
 
 
-def test_changed_config_is_a_difference(model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_changed_config_is_a_difference(model: Path, monkeypatch: MonkeyPatch):
     def change_config(folder: Path) -> None:
         path = folder / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 1.0}))
@@ -198,7 +212,7 @@ def test_changed_config_is_a_difference(model: Path, monkeypatch: pytest.MonkeyP
     assert way.reason == "another config `rms_norm_eps`"
 
 
-def test_lost_and_added_files_are_differences(model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_lost_and_added_files_are_differences(model: Path, monkeypatch: MonkeyPatch):
     def change_files(folder: Path) -> None:
         (folder / "tokenizer.json").unlink()
         added = folder / "chat_template.jinja"
@@ -216,7 +230,7 @@ def test_lost_and_added_files_are_differences(model: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_model_that_cannot_be_read_is_an_error(
-    model: Path, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
+    model: Path, monkeypatch: MonkeyPatch, is_damaged: bool
 ):
     def fail(checkpoint: str, out: Path, **options: Any) -> prep.Conversion:
         if is_damaged:
@@ -229,41 +243,21 @@ def test_model_that_cannot_be_read_is_an_error(
     assert not Path("m.roundtrip.json").exists()
 
 
-def test_folder_in_place_of_the_certificate_is_refused_early(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_folder_in_place_of_the_certificate_is_refused_early(model: Path, monkeypatch: MonkeyPatch):
     Path("certificates").mkdir()
     monkeypatch.setattr(module, "CONVERSIONS", {})
     with pytest.raises(PrepError, match="certificates is not a file"):
         prep.roundtrip("m", "certificates", overwrite=True)
 
 
-def test_way_without_a_layout_is_not_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    make_checkpoint(Path("m"), GPT_NEO)
-    certificate = prep.roundtrip("m", layout=["init", "easylm"])
-    assert certificate
-    assert [way.status for way in certificate.ways] == ["equal", "not available"]
-    assert "easylm" in certificate.ways[1].reason
-
-
-def test_names_of_another_library_have_no_verbatim_way(model: Path):
-    prep.export("m", "out", layout="torchtitan")
-    certificate = prep.roundtrip("out", layout=["init", "verbatim"])
-    assert [way.status for way in certificate.ways] == ["equal", "not available"]
-    assert "names of another library" in certificate.ways[1].reason
-
-
-def test_multimodal_model_returns_from_verbatim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
+def test_multimodal_model_returns_from_verbatim():
     write_model("gemma3")
     certificate = prep.roundtrip("m", layout=["verbatim"])
     assert [way.reason for way in certificate.ways] == [""]
     assert certificate
 
 
-def test_model_without_any_way_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
+def test_model_without_any_way_is_an_error():
     make_checkpoint(Path("m"), GPT_NEO)
     with pytest.raises(PrepError, match="m has no way back"):
         prep.roundtrip("m", layout=["easylm"])
@@ -288,7 +282,7 @@ def test_init_is_resharded_and_exported(model: Path):
     assert certificate.ways[0].commands[0] == "reshard --mesh 1,2,2"
 
 
-def test_command_prints_a_table_and_json(model: Path, capsys: pytest.CaptureFixture[str]):
+def test_command_prints_a_table_and_json(model: Path, capsys: Capture):
     report = run_json(capsys, "roundtrip", "m", "--layout", "init", "--layout", "compress")
     assert [way["status"] for way in report["ways"]] == ["equal", "equal"]
     assert report["path"] == "m.roundtrip.json"
@@ -302,15 +296,13 @@ def test_damaged_model_is_refused(model: Path):
         prep.roundtrip("m")
 
 
-def test_quantised_model_has_no_way_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
+def test_quantised_model_has_no_way_back():
     make_quantized(Path("q"), "fp8")
     with pytest.raises(PrepError, match="quanti"):
         prep.roundtrip("q")
 
 
-def test_decoded_weights_come_back_as_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
+def test_decoded_weights_come_back_as_values():
     make_quantized(Path("q"), "fp8")
     prep.save_init("q", "init", quantized="dequantize")
     certificate = prep.roundtrip("init", layout=["init", "hf-flax"])
