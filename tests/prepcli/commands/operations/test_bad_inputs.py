@@ -16,7 +16,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from tests.helpers.pickle_builder import encode_call, encode_text, make_pickle, make_zip_file
-from tests.helpers.run_cli import run_failing, run_failing_unchanged, run_json, run_ok
+from tests.helpers.run_cli import MonkeyPatch, run_failing, run_failing_unchanged, run_json, run_ok
 from tests.helpers.tiny_checkpoints import (
     GPT_NEO,
     LLAMA,
@@ -27,8 +27,7 @@ from tests.helpers.tiny_checkpoints import (
 
 
 @pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _work_dir(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub-cache"))
 

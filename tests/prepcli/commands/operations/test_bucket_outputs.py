@@ -34,6 +34,7 @@ from prepcli.targets.planner import Draft, Placed, make_plan
 from tests.helpers.faults import change_and_restore_time, make_other_values, replace_by_copy
 from tests.helpers.fork_server import ForkedProcess, start_prep
 from tests.helpers.object_server import FakeObjectStore
+from tests.helpers.run_cli import MonkeyPatch
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.store_sites import (
     MESH,
@@ -48,7 +49,6 @@ from tests.helpers.tiny_checkpoints import make_checkpoint
 from tests.helpers.waiting import wait_until
 
 pytestmark = [pytest.mark.waits, pytest.mark.usefixtures("small_objects")]
-
 LAST_WRITES = ["PUT bucket/out/commit_success.txt", "PUT bucket/out/prep-manifest.json"]
 KILLS = 3
 COMMANDS = {
@@ -165,7 +165,7 @@ def test_killed_processes_resume_from_the_store(site: StoreSite, home: Path, nam
 
 
 def test_stop_without_the_store_has_its_exit_code(
-    site: StoreSite, home: Path, monkeypatch: pytest.MonkeyPatch
+    site: StoreSite, home: Path, monkeypatch: MonkeyPatch
 ):
     note_sent = BucketRun._note_sent  # pyright: ignore[reportPrivateUsage]
     signals = iter([signal.SIGTERM])
@@ -203,7 +203,7 @@ def test_the_next_run_deletes_what_a_kill_after_publication_left(site: StoreSite
 
 
 def test_notes_written_after_the_publication_are_deleted(
-    site: StoreSite, home: Path, monkeypatch: pytest.MonkeyPatch
+    site: StoreSite, home: Path, monkeypatch: MonkeyPatch
 ):
     """Another process resumes and publishes the output while this one begins."""
     arguments = (*words("save-init", home), "--out", "gs://bucket/out")
@@ -246,9 +246,7 @@ def test_resume_compares_the_source_with_the_earlier_run(
     assert site.run_prep("verify", "gs://bucket/out", "./m")["ok"]
 
 
-def test_source_that_was_swapped_for_a_time_is_compared(
-    site: StoreSite, monkeypatch: pytest.MonkeyPatch
-):
+def test_source_that_was_swapped_for_a_time_is_compared(site: StoreSite, monkeypatch: MonkeyPatch):
     """The notes of the second run are of other values, with the sizes, times and headers of the first source."""
     make_checkpoint(Path("m"), vocab_size=4001, hidden_size=256, num_heads=4)
     make_other_values(Path("m"), Path("other"))
@@ -493,7 +491,7 @@ def test_an_output_does_not_overlap_its_source(site: StoreSite):
 
 
 def test_an_output_with_too_many_objects_is_refused(
-    site: StoreSite, home: Path, monkeypatch: pytest.MonkeyPatch
+    site: StoreSite, home: Path, monkeypatch: MonkeyPatch
 ):
     monkeypatch.setattr(object_store, "MAX_OBJECTS", 20)
     arguments = words("save-init of chunk files", home)

@@ -20,7 +20,7 @@ import pytest
 import prepcli as prep
 from prepcli.commands.cli.main import main
 from tests.helpers.fork_server import PREP, run_python
-from tests.helpers.run_cli import error_lines, run_json
+from tests.helpers.run_cli import Capture, error_lines, run_json
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from tests.helpers.waiting import MAX_S, wait_until_asleep
@@ -40,9 +40,8 @@ TOOL = {"type": "function", "function": {"name": "w7"}}
 
 
 @pytest.fixture
-def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(tmp_path: Path) -> Path:
     """Make a model `tiny` with a tokenizer and a chat template in the current folder."""
-    monkeypatch.chdir(tmp_path)
     make_checkpoint(Path("tiny"), LLAMA, eos_token_id=None)
     write_tokenizer(Path("tiny"))
     Path("tiny/chat_template.jinja").write_text(TEMPLATE)
@@ -50,7 +49,7 @@ def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def prompt_texts(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def prompt_texts(capsys: Capture, *words: str) -> list[str]:
     """Return the prompts of a command as the template renders them."""
     report = run_json(capsys, "generate", "tiny", "--max-new-tokens", "3", *words)
     assert report["ok"], report
@@ -59,7 +58,7 @@ def prompt_texts(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return report["prompts"]
 
 
-def test_prompts_file_has_conversations(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_prompts_file_has_conversations(work_dir: Path, capsys: Capture):
     rows: list[Any] = [
         {"messages": [{"role": "user", "content": "w9"}]},
         {"messages": [{"role": "user", "content": "w9"}], "tools": [TOOL, TOOL]},
@@ -103,13 +102,13 @@ def test_python_takes_conversations(work_dir: Path):
     ],
 )
 def test_invalid_options_of_chats_are_errors(
-    work_dir: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    work_dir: Path, capsys: Capture, words: list[str], message: str
 ):
     assert error_lines(capsys, "generate", "tiny", *words)[0].startswith(f"error: {message}")
 
 
 @pytest.mark.parametrize("words", [["--prompt", "w9 \udcff"], ["--chat", "--system", "w6 \udcff"]])
-def test_text_must_be_utf8(work_dir: Path, capsys: pytest.CaptureFixture[str], words: list[str]):
+def test_text_must_be_utf8(work_dir: Path, capsys: Capture, words: list[str]):
     (line, why, hint) = error_lines(capsys, "generate", "tiny", *words)
     assert line.endswith(" is not UTF-8 text")
     assert "surrogate" in why
@@ -143,14 +142,14 @@ def test_conversation_beyond_the_positions_is_noted(work_dir: Path):
     ids=["refused", "hidden"],
 )  # fmt: skip
 def test_system_that_a_template_does_not_take_is_an_error(
-    work_dir: Path, capsys: pytest.CaptureFixture[str], template: str, message: str
+    work_dir: Path, capsys: Capture, template: str, message: str
 ):
     Path("tiny/chat_template.jinja").write_text(template)
     assert main(["generate", "tiny", "--chat", "--system", "w6"]) == 1
     assert message in capsys.readouterr().err
 
 
-def test_stop_text_ends_a_continuation(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_stop_text_ends_a_continuation(work_dir: Path, capsys: Capture):
     words = ("generate", "tiny", "--prompt", "w3 w1", "--prompt", "w9", "--max-new-tokens", "9")
     report = run_json(capsys, *words)
     tokens = report["tokens"]
@@ -282,7 +281,7 @@ def test_stop_signal_ends_a_chat(work_dir: Path):
         assert process.wait(MAX_S) == 75
 
 
-def test_chat_needs_a_template(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_chat_needs_a_template(work_dir: Path, capsys: Capture):
     Path("tiny/chat_template.jinja").unlink()
     assert main(["generate", "tiny", "--chat"]) == 1
     assert "has no chat template" in capsys.readouterr().err

@@ -24,16 +24,14 @@ from prepcli.engine.files import Files
 from prepcli.engine.pipeline import ConversionResult, Pipeline
 from tests.helpers.faults import COMMANDS, FaultSources, run_until_killed
 from tests.helpers.killing import read_files
-from tests.helpers.run_cli import run_ok
+from tests.helpers.run_cli import Capture, MonkeyPatch, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("sources")
 
 
-def run_failing_command(
-    capsys: pytest.CaptureFixture[str], name: str, *more: str, code: int = 1
-) -> str:
+def run_failing_command(capsys: Capture, name: str, *more: str, code: int = 1) -> str:
     """Run a failing command, check the absence of its output, and return stderr."""
     capsys.readouterr()
     assert main([*COMMANDS[name], "--out", "out", "-q", *more]) == code
@@ -55,7 +53,7 @@ def check_resumes(name: str, expected: dict[str, bytes], *more: str) -> None:
 # Reads and writes that fail
 
 
-def fail_calls(monkeypatch: pytest.MonkeyPatch, call: str, first: int, number: int) -> None:
+def fail_calls(monkeypatch: MonkeyPatch, call: str, first: int, number: int) -> None:
     """Make reads (`preadv`) or writes (`pwritev`) fail from call `first` on."""
     real_call, calls_left = getattr(os, call), iter(range(first))
 
@@ -219,7 +217,7 @@ def test_file_size_limit_is_reported(sources: FaultSources, tmp_path: Path):
 # Files that vanish or change during a conversion
 
 
-def at_first_sync(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+def at_first_sync(monkeypatch: MonkeyPatch, act: Callable[[], object]) -> None:
     """Call `act` right before the first bytes become durable."""
     real_sync, acts = Files.sync, iter([act])
 

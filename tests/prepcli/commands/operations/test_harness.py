@@ -1,9 +1,11 @@
-"""Models of the LM Evaluation Harness: its three methods against direct computation, and a local task."""
+"""Models of the LM Evaluation Harness, and exact results of Python programs."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import platform
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,9 +21,14 @@ from tokenizers.processors import TemplateProcessing
 import prepcli as prep
 from prepcli.commands.operations import harness_model as harness
 from prepcli.core.errors import PrepError, UsageError
+from prepcli.formats.manifest import MANIFEST_FILE
+from tests import FLAGS
+from tests.helpers.fork_server import ForkedProcess, start_python
+from tests.helpers.run_cli import MonkeyPatch
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
-from tests.helpers.training_folder import WORDS, write_tokenizer
+from tests.helpers.training_folder import WORDS, make_training_folder, write_tokenizer
 from trainer.distributed import exact_sums
+from trainer.distributed.exact_sums import WITHOUT_FUSED
 from trainer.nn import transformer
 from trainer.nn.model_spec import ForwardConfig
 from trainer.training import evaluation
@@ -46,7 +53,7 @@ def words(ids: list[int]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def exact_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def exact_process(monkeypatch: MonkeyPatch) -> None:
     """Allow exact results in this process. `test_exact_processes` tests the refusal after another use of JAX."""
     monkeypatch.setattr(exact_sums, "fuses_multiply_add", lambda: False)
 
@@ -62,7 +69,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def model(checkpoint: Path, monkeypatch: MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(harness, "_harness_base", lambda: PlainBase)
     with harness.harness_model(checkpoint, batch_size=3, max_length=MAX_LENGTH) as opened:
         yield opened
@@ -153,9 +160,7 @@ def test_samples_of_equal_contexts_differ_between_batches(model: Any):
     assert len({*texts}) == 6
 
 
-def test_loglikelihood_does_not_depend_on_batch_size(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_loglikelihood_does_not_depend_on_batch_size(checkpoint: Path, monkeypatch: MonkeyPatch):
     monkeypatch.setattr(harness, "_harness_base", lambda: PlainBase)
     # With lengths rounded up to 64, all rows of the tiny model would have one length.
     monkeypatch.setattr(evaluation, "LENGTH_MULTIPLE", 8)
@@ -172,7 +177,7 @@ def test_loglikelihood_does_not_depend_on_batch_size(
 
 
 def test_fast_loglikelihood_on_a_mesh_differs_by_rounding(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, monkeypatch: MonkeyPatch
 ):
     """The parameters stay split, so that a model may be larger than a device."""
     monkeypatch.setattr(harness, "_harness_base", lambda: PlainBase)
@@ -200,7 +205,7 @@ def test_harness_model_checks_arguments(checkpoint: Path, name: str, value: obje
 
 
 def test_harness_model_without_the_package_names_the_extra(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, monkeypatch: MonkeyPatch
 ):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval.api.model", None)
     with pytest.raises(PrepError) as raised, harness.harness_model(checkpoint):
@@ -263,13 +268,13 @@ def beginning_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def open_without_harness(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def open_without_harness(checkpoint: Path, monkeypatch: MonkeyPatch) -> Any:
     monkeypatch.setattr(harness, "_harness_base", lambda: PlainBase)
     return harness.harness_model(checkpoint, batch_size=3, max_length=MAX_LENGTH)
 
 
 def test_harness_model_warns_of_generation_fields(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     folder = tmp_path / "beams"
     shutil.copytree(checkpoint, folder)
@@ -281,7 +286,7 @@ def test_harness_model_warns_of_generation_fields(
 
 
 def test_generate_until_cuts_at_the_stop_texts_of_the_model(
-    model: Any, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any, checkpoint: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     request = Request((words([5, 6, 7]), {"max_gen_toks": 4}))
     [text] = model.generate_until([request])
@@ -299,17 +304,13 @@ def test_generate_until_cuts_at_the_stop_texts_of_the_model(
 
 @pytest.mark.parametrize(
     ("context", "continuation", "ids"),
-    [
-        ([5, 6], [7], [BOS, 5, 6, 7]),
-        ([BOS, 5, 6], [7], [BOS, 5, 6, 7]),
-        ([], [6, 7], [BOS, 6, 7]),
-    ],
+    [([5, 6], [7], [BOS, 5, 6, 7]), ([BOS, 5, 6], [7], [BOS, 5, 6, 7]), ([], [6, 7], [BOS, 6, 7])],
     ids=["added", "spelled out", "no context"],
 )
 def test_loglikelihood_begins_with_the_tokens_of_the_tokenizer(
     beginning_checkpoint: Path,
     log_probabilities: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
     context: list[int],
     continuation: list[int],
     ids: list[int],
@@ -325,7 +326,7 @@ def test_loglikelihood_begins_with_the_tokens_of_the_tokenizer(
 
 
 def test_generation_begins_with_the_tokens_of_the_tokenizer(
-    beginning_checkpoint: Path, log_probabilities: Any, monkeypatch: pytest.MonkeyPatch
+    beginning_checkpoint: Path, log_probabilities: Any, monkeypatch: MonkeyPatch
 ):
     options = {"max_gen_toks": 1}
     with open_without_harness(beginning_checkpoint, monkeypatch) as model:
@@ -353,3 +354,84 @@ def test_results_equal_the_hf_model_of_the_harness(beginning_checkpoint: Path):
         assert value == pytest.approx(expected, rel=1e-4)
         assert is_greedy == expected_greedy
     assert rolling == pytest.approx(judge.loglikelihood_rolling(texts), rel=1e-4)
+
+
+# Exact results of Python programs: equal whether JAX was used before or not, or an error
+
+
+WAIT_S = 240.0
+USE_JAX = "import jax; jax.numpy.ones(3).sum(); "
+TRAIN = """
+import os, prepcli as prep
+flags = os.environ["XLA_FLAGS"]
+try:
+    prep.train("recipe.toml", out, overrides=overrides)
+except prep.PrepError as error:
+    print(error.what, error.why, sep="; ")
+assert os.environ["XLA_FLAGS"] == flags
+"""
+EVALUATE = """
+import prepcli as prep
+for name in ("evaluate", "harness_model"):
+    try:
+        if name == "evaluate":
+            prep.evaluate("tiny", data="text.txt", reduction="exact", seq_length=16)
+        else:
+            with prep.harness_model("tiny"):
+                pass
+    except prep.PrepError as error:
+        print(error.what, error.hint, sep="; ")
+"""
+OVERRIDES = ["train.reduction=exact", "train.steps=3", "data.holdout=0", "mesh=1,8,1"]
+
+
+def start(script: str, folder: Path, *, out: str = "", flags: str = "") -> ForkedProcess:
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1", FLAGS: f"{os.environ[FLAGS]} {flags}".strip()}
+    return start_python(
+        f"out, overrides = {out!r}, {OVERRIDES!r}\n{script}",
+        cwd=folder,
+        env=variables,
+        has_jax=True,
+    )
+
+
+def output(process: ForkedProcess) -> str:
+    out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, err.decode()
+    return out.decode()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_training_folder()
+    return tmp_path
+
+
+def manifest(folder: Path, run: str) -> dict[str, Any]:
+    return json.loads((folder / run / "3" / MANIFEST_FILE).read_text())
+
+
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="a flag of x86 processors"
+)
+def test_exact_training_is_equal_or_refused(folder: Path):
+    new = start(TRAIN, folder, out="new")
+    used = start(USE_JAX + TRAIN, folder, out="used", flags=WITHOUT_FUSED)
+    fused = start(USE_JAX + TRAIN, folder, out="fused")
+    assert [output(new), output(used)] == ["", ""]
+    assert manifest(folder, "new")["tensors"] == manifest(folder, "used")["tensors"]
+    assert WITHOUT_FUSED in manifest(folder, "new")["environment"]["xla_flags"]
+    assert manifest(folder, "new")["environment"] == manifest(folder, "used")["environment"]
+    assert "exact results are not possible in this process; JAX was used before" in output(fused)
+    assert not (folder / "fused").exists()
+
+
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="a flag of x86 processors"
+)
+def test_exact_evaluation_is_refused_after_other_use_of_jax(folder: Path):
+    pytest.importorskip("lm_eval")
+    lines = output(start(USE_JAX + EVALUATE, folder)).splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("exact results are not possible in this process") for line in lines)
+    assert all(WITHOUT_FUSED in line for line in lines)

@@ -26,7 +26,7 @@ from tests.helpers.foreign_names import (
 from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.quantized_folders import make_quantized
-from tests.helpers.run_cli import exported_tensors, run_failing, run_json, run_ok
+from tests.helpers.run_cli import Capture, exported_tensors, run_failing, run_json, run_ok
 from tests.helpers.tiny_checkpoints import (
     LLAMA,
     assert_same,
@@ -37,13 +37,7 @@ from tests.helpers.tiny_checkpoints import (
 
 torch = lazy_module("torch")
 serialization = lazy_module("flax.serialization")
-
 Write = Callable[[Path, dict[str, np.ndarray]], None]
-
-
-@pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -190,9 +184,7 @@ MISFITS = {
 
 @pytest.mark.parametrize("change", MISFITS)
 def test_map_that_does_not_fit_names_lines_and_tensors(
-    tensors: dict[str, np.ndarray],
-    change: tuple[str, str],
-    capsys: pytest.CaptureFixture[str],
+    tensors: dict[str, np.ndarray], change: tuple[str, str], capsys: Capture
 ):
     before, after = change
     Path("own.map").write_text(FAMILY_MAP.replace(before, after, 1))
@@ -202,9 +194,7 @@ def test_map_that_does_not_fit_names_lines_and_tensors(
     assert not Path("init").exists()
 
 
-def test_map_needs_a_config_for_a_family(
-    tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
-):
+def test_map_needs_a_config_for_a_family(tensors: dict[str, np.ndarray], capsys: Capture):
     Path("own/config.json").unlink()
     error = run_failing(capsys, 1, "save-init", "own", "--map", "own.map", "--out", "init")
     assert "the map own.map needs the config of own" in error
@@ -212,9 +202,7 @@ def test_map_needs_a_config_for_a_family(
     run_ok("verify", "init", "llama")
 
 
-def test_map_of_a_known_family_has_no_effect(
-    tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
-):
+def test_map_of_a_known_family_has_no_effect(tensors: dict[str, np.ndarray], capsys: Capture):
     run_ok("save-init", "llama", "--out", "init")
     error = run_failing(capsys, 2, "reshard", "init", "--map", "own.map", "--out", "new")
     assert "`--map` has no effect for init" in error
@@ -226,9 +214,7 @@ def test_map_of_a_known_family_has_no_effect(
     assert "`--map` requires a second checkpoint" in error
 
 
-def test_map_files_that_are_no_text_are_refused(
-    tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
-):
+def test_map_files_that_are_no_text_are_refused(tensors: dict[str, np.ndarray], capsys: Capture):
     for data in (b"\xff\xfe", b"", b"\0" * 100, b"x" * (5 << 20)):
         Path("bad.map").write_bytes(data)
         error = run_failing(capsys, 1, "save-init", "own", "--map", "bad.map", "--out", "init")
@@ -239,7 +225,7 @@ def test_map_files_that_are_no_text_are_refused(
 
 
 def test_lock_of_a_mapped_checkpoint_covers_its_files(
-    tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+    tensors: dict[str, np.ndarray], capsys: Capture
 ):
     """The lock has the tensors of the files, and not those of the map."""
     run_ok("lock", "own")
@@ -255,9 +241,7 @@ def test_lock_of_a_mapped_checkpoint_covers_its_files(
     assert not Path("new").exists()
 
 
-def test_chain_does_not_prove_the_tensors_of_a_map(
-    tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
-):
+def test_chain_does_not_prove_the_tensors_of_a_map(tensors: dict[str, np.ndarray], capsys: Capture):
     """The manifest has the digest of the map, and not its rows."""
     run_ok("save-init", "own", "--map", "own.map", "--out", "init")
     run_ok("export", "init", "--map", "own.map", "--out", "back")
@@ -289,7 +273,7 @@ def identity_map(names: Iterable[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_map_of_quantized_weights_needs_decoded_ones(capsys: pytest.CaptureFixture[str]):
+def test_map_of_quantized_weights_needs_decoded_ones(capsys: Capture):
     make_quantized(Path("fp8"), "fp8", base=LLAMA)
     shutil.copytree("fp8", "own")
     config = json.loads(Path("own/config.json").read_text())
@@ -330,7 +314,7 @@ def test_map_of_stacked_decoded_weights_leaves_out_scales():
     assert not [name for name in dense if "scale" in name]
 
 
-def test_verify_with_a_map_finds_a_changed_scale(capsys: pytest.CaptureFixture[str]):
+def test_verify_with_a_map_finds_a_changed_scale(capsys: Capture):
     make_quantized(Path("own"), "fp8", base=LLAMA)
     config = json.loads(Path("own/config.json").read_text())
     Path("own/config.json").write_text(json.dumps(config | {"model_type": "own"}))
@@ -349,7 +333,7 @@ def test_verify_with_a_map_finds_a_changed_scale(capsys: pytest.CaptureFixture[s
 
 
 def test_verify_compares_a_dense_model_with_a_decoded_one(
-    tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+    tensors: dict[str, np.ndarray], capsys: Capture
 ):
     make_quantized(Path("fp8"), "fp8", base=LLAMA)
     run_ok("save-init", "fp8", "--quantized", "dequantize", "--out", "init")
@@ -365,7 +349,7 @@ def test_verify_compares_a_dense_model_with_a_decoded_one(
 
 
 def test_tensors_of_two_dtypes_do_not_fill_one_target(
-    tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+    tensors: dict[str, np.ndarray], capsys: Capture
 ):
     parts = {"a": np.zeros((2, 3), np.float32), "b": np.zeros((2, 3), np.float16)}
     write_hf_folder(Path("parts"), {"model.safetensors": parts})
@@ -406,9 +390,7 @@ def test_outputs_of_a_map_need_no_file(tensors: dict[str, np.ndarray]):
     assert record["xxh3"] == xxhash.xxh3_128_hexdigest(FAMILY_MAP.encode())
 
 
-def test_changed_export_of_a_map_is_found(
-    tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
-):
+def test_changed_export_of_a_map_is_found(tensors: dict[str, np.ndarray], capsys: Capture):
     run_ok("save-init", "own", "--map", "own.map", "--out", "init")
     run_ok("export", "init", "--map", "own.map", "--out", "back")
     weights = Path("back/model.safetensors")
@@ -439,7 +421,7 @@ def test_tied_head_is_written_where_the_map_names_it(tensors: dict[str, np.ndarr
 
 
 def test_export_refuses_a_map_for_other_models_and_formats(
-    tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+    tensors: dict[str, np.ndarray], capsys: Capture
 ):
     Path("tree.map").write_text(OWN_TREE_MAP)
     run_ok("save-init", "own", "--map", "own.map", "--out", "init")
@@ -456,9 +438,7 @@ def test_export_refuses_a_map_for_other_models_and_formats(
     assert "is not supported for the layout easylm" in run_failing(capsys, 2, *words)
 
 
-def test_inspect_shows_the_mapped_tensors(
-    tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
-):
+def test_inspect_shows_the_mapped_tensors(tensors: dict[str, np.ndarray], capsys: Capture):
     mapped = run_json(capsys, "inspect", "own", "--map", "own.map", "--stats")
     assert mapped["source"]["family"] == "llama"
     assert mapped["source"]["parameters"] == sum(value.size for value in tensors.values())
@@ -475,7 +455,7 @@ def test_inspect_shows_the_mapped_tensors(
 
 
 def test_plan_of_a_mapped_checkpoint_is_that_of_its_family(
-    tensors: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+    tensors: dict[str, np.ndarray], capsys: Capture
 ):
     mapped = run_json(capsys, "plan", "own", "--map", "own.map", "--devices", "v5p:4")
     original = run_json(capsys, "plan", "llama", "--devices", "v5p:4")

@@ -1,4 +1,4 @@
-"""`--memory` enforced with RLIMIT_DATA: the data of `prep inspect` plus the budget is enough."""
+"""What commands need: memory within `--memory`, and the imports of their own features only."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 import prepcli as prep
 from prepcli.algebra.axis_map import bind_row
+from prepcli.commands.cli.main import main
 from prepcli.formats.safetensors import lay_out_files
 from prepcli.models.parameters import parameter_rows
 from prepcli.models.registry import FAMILIES
 from tests.helpers.adapters import make_adapter
 from tests.helpers.fork_server import run_python
 from tests.helpers.object_server import use_objects
+from tests.helpers.pickle_builder import make_torch_file
+from tests.helpers.run_cli import MonkeyPatch
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 
 MIB = 1 << 20
 SLACK_NBYTES = 8 * MIB  # stacks of up to eight threads, which the limit counts whole
 WIDTH = 256
-
 # Thread stacks are 1 MiB, so that they hardly count. The script prints the data size of the process at the end.
 LIMITED_SCRIPT = """
 import resource, sys, threading
@@ -37,8 +41,6 @@ code = main(sys.argv[2:])
 print([line for line in open("/proc/self/status") if line.startswith("VmData")][0], file=sys.stderr)
 sys.exit(code)
 """
-
-
 # The source is touched at each sync, so that it is compared before the publication.
 TOUCHING_SCRIPT = """
 import os
@@ -131,7 +133,6 @@ FAST_COMMANDS = [
     ["merge", "adapter", "./m", "--out", "out"],
     ["verify", "packed"],
     ["inspect", "packed", "--stats"],
-    ["map", "suggest", "./m", "./transposed", "--overwrite"],
 ]
 COMMANDS = [
     *FAST_COMMANDS,
@@ -141,6 +142,7 @@ COMMANDS = [
     ["verify", "init", "./m"],
     ["inspect", "./m", "--stats"],
     ["inspect", "init", "--stats"],
+    ["map", "suggest", "./m", "./transposed", "--overwrite"],
 ]
 
 
@@ -160,9 +162,7 @@ def test_comparison_with_the_source_fits_in_the_budget(small: MemoryLimits):
     assert "may have changed while it was read: comparing" in notes
 
 
-def test_copied_files_are_sent_to_a_bucket_in_pieces(
-    small: MemoryLimits, monkeypatch: pytest.MonkeyPatch
-):
+def test_copied_files_are_sent_to_a_bucket_in_pieces(small: MemoryLimits, monkeypatch: MonkeyPatch):
     make_checkpoint(small.folder / "copied")
     for number in range(3):
         with (small.folder / f"copied/large-{number}.dat").open("wb") as file:
@@ -209,3 +209,93 @@ def test_out_of_memory_is_reported(small: MemoryLimits):
     assert run.returncode == 1
     assert "error: the system is out of memory" in run.stderr
     assert "`--memory`" in run.stderr
+
+
+# Imports of the commands: conversions import no jax, orbax or torch, and no readers of other formats
+
+
+HEAVY_MODULES = (
+    "jax",
+    "jaxlib",
+    "orbax",
+    "tensorstore",
+    "flax",
+    "torch",
+    "transformers",
+    "safetensors",
+)
+# Modules of features that a conversion of safetensors without a lock does not use.
+UNUSED_MODULES = (
+    "prepcli.formats.lock_file",
+    "trainer.recipe",
+    "prepcli.models.families.llama",
+    "prepcli.sources.openers.gguf_file",
+    "prepcli.sources.openers.meta_folder",
+    "prepcli.commands.pages.report_page",
+)
+SCRIPT = """
+import json, sys
+from prepcli.commands.cli.main import main
+modules, commands = map(json.loads, sys.argv[1:])
+for words in commands:
+    if code := main(words):
+        sys.exit(code)
+    if loaded := [name for name in modules if name in sys.modules]:
+        sys.exit(f"{words} imported {loaded}")
+"""
+LIGHT_COMMANDS = [
+    ["pad-vocab", "./m", "--init", "mean"],
+    ["save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto"],
+    ["reshard", "init", "--mesh", "1,4,1", "--out", "again"],
+    ["export", "init"],
+    ["export", "init", "--layout", "hf-flax", "--out", "flax"],
+    ["verify", "init", "./m"],
+    ["inspect", "init", "--stats"],
+    ["save-init", "./of-torch", "--out", "from-torch"],
+    ["inspect", "./of-torch"],
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("light")
+    tensors = make_checkpoint(path / "m")
+    (path / "of-torch").mkdir()
+    (path / "of-torch/config.json").write_bytes((path / "m/config.json").read_bytes())
+    (path / "of-torch/pytorch_model.bin").write_bytes(make_torch_file(tensors))
+    assert main(["save-init", str(path / "m"), "--out", str(path / "init"), "-q"]) == 0
+    return path
+
+
+def check_imports(folder: Path, modules: Sequence[str], commands: Sequence[Sequence[str]]) -> None:
+    """Run commands in one new process, and check after each that none of the modules was imported."""
+    arguments = [json.dumps(modules), json.dumps([[*words, "-q"] for words in commands])]
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments], cwd=folder, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+
+
+def test_conversions_import_no_framework(folder: Path):
+    check_imports(folder, HEAVY_MODULES, LIGHT_COMMANDS)
+
+
+def test_conversion_imports_no_unused_feature(folder: Path):
+    check_imports(folder, UNUSED_MODULES, [["save-init", "./m", "--out", "unused-features"]])
+
+
+def test_commands_on_an_item_import_no_recipe(folder: Path):
+    """The models of recipe tables take 0.3 s to build. Only the export of a training state reads a recipe."""
+    commands = [
+        ["inspect", "init"],
+        ["verify", "init"],
+        ["reshard", "init", "--mesh", "1,2,1", "--out", "no-recipe"],
+        ["export", "init", "--out", "no-recipe-hf"],
+    ]
+    check_imports(folder, ["trainer.recipe"], commands)
+
+
+def test_dry_run_imports_no_array_library(folder: Path):
+    check_imports(
+        folder, (*HEAVY_MODULES, "ml_dtypes"), [["save-init", "./m", "--dry-run", "--out", "x"]]
+    )

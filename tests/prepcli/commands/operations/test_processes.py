@@ -28,7 +28,7 @@ from tests.helpers.killing import (
     read_files,
     start_command,
 )
-from tests.helpers.run_cli import run_failing
+from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.waiting import MAX_S, wait_until
 
@@ -157,9 +157,7 @@ def test_late_process_keeps_the_published_output(setup: KillSetup):
     shutil.rmtree(setup.folder / "out")
 
 
-def test_source_may_be_deleted_after_the_first_success(
-    setup: KillSetup, monkeypatch: pytest.MonkeyPatch
-):
+def test_source_may_be_deleted_after_the_first_success(setup: KillSetup, monkeypatch: MonkeyPatch):
     expected = setup.expected_files("export")
     shutil.copytree(setup.folder / "init", setup.folder / "deleted")
     monkeypatch.chdir(setup.folder)
@@ -190,27 +188,20 @@ def start_stopped_process(setup: KillSetup, out: str, *more: str) -> ForkedProce
     return act_when_durable(setup, "save-init", out, stop, *more)
 
 
-def test_process_joins_a_running_one_at_any_time(setup: KillSetup):
+@pytest.mark.parametrize("is_killed", [False, True], ids=["joins", "takes over"])
+def test_process_joins_a_running_one_or_takes_its_work_over(setup: KillSetup, is_killed: bool):
     first = start_stopped_process(setup, "out")
-    second = start_command(setup, "save-init", "out", "--restart")
+    second = start_command(setup, "save-init", "out", *([] if is_killed else ["--restart"]))
     for line in second.stderr:
         if b"waiting for" in line:
             break
-    first.send_signal(signal.SIGCONT)
-    wait_for_exit(first, second)
-    assert read_files(setup.folder / "out") == setup.expected_files("save-init")
-    shutil.rmtree(setup.folder / "out")
-
-
-def test_process_takes_the_work_of_a_killed_one_over(setup: KillSetup):
-    first = start_stopped_process(setup, "out")
-    second = start_command(setup, "save-init", "out")
-    for line in second.stderr:
-        if b"waiting for" in line:
-            break
-    first.kill()
-    first.communicate(timeout=MAX_S)
-    wait_for_exit(second)
+    if is_killed:
+        first.kill()
+        first.communicate(timeout=MAX_S)
+        wait_for_exit(second)
+    else:
+        first.send_signal(signal.SIGCONT)
+        wait_for_exit(first, second)
     assert read_files(setup.folder / "out") == setup.expected_files("save-init")
     shutil.rmtree(setup.folder / "out")
 
@@ -244,7 +235,7 @@ def test_every_process_reports_a_damaged_source(setup: KillSetup):
 
 
 def test_source_change_while_waiting_is_an_error(
-    setup: KillSetup, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    setup: KillSetup, monkeypatch: MonkeyPatch, capsys: Capture
 ):
     shutil.copytree(setup.folder / "model", setup.folder / "changing")
     monkeypatch.chdir(setup.folder)

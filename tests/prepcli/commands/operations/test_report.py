@@ -15,6 +15,7 @@ import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, PrepError, UsageError
 from prepcli.formats.manifest import RECIPE_FILE
+from tests.helpers.run_cli import Capture, MonkeyPatch
 from trainer.run.run_record import ENVIRONMENT_FILE, SAMPLES_FILE, folder_nbytes
 from trainer.training.metrics import METRICS_FILE
 
@@ -61,7 +62,7 @@ class Page(HTMLParser):
         return sum(tag == name for tag, _ in self.tags)
 
 
-def test_page_has_curves_recipe_and_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_page_has_curves_recipe_and_environment(tmp_path: Path, capsys: Capture):
     run = make_run(
         tmp_path / "one",
         steps=40,
@@ -115,9 +116,7 @@ def test_page_requests_nothing_and_escapes_names(tmp_path: Path):
     assert "<script>alert(1)</script>" in page.texts
 
 
-def test_runs_are_overlaid_and_recipe_differences_marked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_runs_are_overlaid_and_recipe_differences_marked(tmp_path: Path, capsys: Capture):
     first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b", lr=3e-3)
     assert (
         main(["report", str(first), str(second), "--out", str(tmp_path / "x.html"), "--json"]) == OK
@@ -255,9 +254,7 @@ def test_page_of_many_runs_has_their_number(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", [RECIPE_FILE, METRICS_FILE])
-def test_page_replaces_no_file_of_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-):
+def test_page_replaces_no_file_of_a_run(tmp_path: Path, capsys: Capture, name: str):
     run = make_run(tmp_path / "run")
     content = (run / name).read_bytes()
     assert main(["report", str(run), "--out", str(run / name)]) == FAILED
@@ -274,7 +271,7 @@ def test_page_follows_no_link(tmp_path: Path):
     assert (tmp_path / "private.html").read_text() == "private"
 
 
-def test_damaged_lines_are_skipped_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_damaged_lines_are_skipped_with_a_note(tmp_path: Path, capsys: Capture):
     run = make_run(tmp_path / "run")
     lines = [
         "[" * 100_000,
@@ -329,7 +326,7 @@ def test_report_of_a_long_run_shows_64_sample_texts(tmp_path: Path):
     assert len(page.source) < 100_000
 
 
-def test_step_may_be_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_step_may_be_removed_meanwhile(tmp_path: Path, monkeypatch: MonkeyPatch):
     folder, stat = tmp_path / "3", os.stat
     folder.mkdir()
     for name in ("a", "b"):
@@ -344,6 +341,6 @@ def test_step_may_be_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
     assert folder_nbytes(folder) == 5
 
 
-def test_missing_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_missing_run_is_refused(tmp_path: Path, capsys: Capture):
     assert main(["report", str(tmp_path / "none")]) == FAILED
     assert "does not exist" in capsys.readouterr().err

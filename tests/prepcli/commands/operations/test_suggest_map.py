@@ -17,20 +17,10 @@ from safetensors.numpy import save_file
 import prepcli as prep
 from prepcli.commands.operations import suggest_map
 from prepcli.commands.operations.about import docs_folder
-from tests.helpers.foreign_names import (
-    CONFIG,
-    FAMILY_MAP,
-    stacked_tensors,
-    write_foreign_folder,
-)
+from tests.helpers.foreign_names import CONFIG, FAMILY_MAP, stacked_tensors, write_foreign_folder
 from tests.helpers.hf_folders import write_hf_folder
-from tests.helpers.run_cli import run_failing, run_json, run_ok
+from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_json, run_ok
 from tests.helpers.tiny_checkpoints import GPT2, LLAMA, assert_same, make_checkpoint, read_tensors
-
-
-@pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def assert_suggested_map_converts(source: str, target: str) -> None:
@@ -66,7 +56,7 @@ def test_permuted_rows_of_easylm_are_not_matched():
     assert suggestion.ambiguous == {}
 
 
-def test_json_names_the_group_as_errors_do(capsys: pytest.CaptureFixture[str]):
+def test_json_names_the_group_as_errors_do(capsys: Capture):
     make_checkpoint(Path("llama"), LLAMA)
     assert run_json(capsys, "map", "suggest", "llama", "llama")["command"] == "map"
 
@@ -106,7 +96,7 @@ def test_suggested_map_leads_from_stacked_layers_and_back():
     assert_suggested_map_converts("llama", "own")
 
 
-def test_guide_shows_a_suggested_map(capsys: pytest.CaptureFixture[str]):
+def test_guide_shows_a_suggested_map(capsys: Capture):
     make_checkpoint(Path("llama-hf"), LLAMA)
     tensors = stacked_tensors(read_tensors(Path("llama-hf")))
     norms = [tensors.pop(f"h.{kind}_norm") for kind in ("input", "post_attention")]
@@ -121,7 +111,7 @@ def test_guide_shows_a_suggested_map(capsys: pytest.CaptureFixture[str]):
     run_ok("verify", "stacked-init", "llama-hf")
 
 
-def test_suggested_map_leads_to_the_names_of_an_output(capsys: pytest.CaptureFixture[str]):
+def test_suggested_map_leads_to_the_names_of_an_output(capsys: Capture):
     make_checkpoint(Path("llama"), LLAMA)
     write_folder("own", stacked_tensors(read_tensors(Path("llama"))))
     run_ok("save-init", "llama", "--out", "init")
@@ -349,7 +339,7 @@ def test_two_numbers_of_one_name_have_their_own_atoms():
     assert row == "block.{n2}.layer.{n2_2}.w: d4 d3 <- b.{n2}.l.{n2_2}.w: d3 d4"
 
 
-def test_suggested_map_of_many_equal_and_unused_tensors_is_short(monkeypatch: pytest.MonkeyPatch):
+def test_suggested_map_of_many_equal_and_unused_tensors_is_short(monkeypatch: MonkeyPatch):
     monkeypatch.setattr(suggest_map, "MAX_COMMENTS", 4)
     monkeypatch.setattr(suggest_map, "MAX_ROWS", 1)
     zeros = {f"h.{layer}.b": np.zeros(4, np.float32) for layer in range(9)}
@@ -400,7 +390,7 @@ def test_hostile_names_and_shapes_are_listed_or_mapped():
     assert_suggested_map_converts("source2", "target2")
 
 
-def test_hostile_numbers_of_slices_and_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch):
+def test_hostile_numbers_of_slices_and_shapes_are_bounded(monkeypatch: MonkeyPatch):
     monkeypatch.setattr(suggest_map, "MAX_STACK", 8)
     monkeypatch.setattr(suggest_map, "MAX_VIEWS", 40)
     monkeypatch.setattr(suggest_map, "MAX_BATCH", 5)
@@ -421,7 +411,7 @@ def test_hostile_numbers_of_slices_and_shapes_are_bounded(monkeypatch: pytest.Mo
     assert suggestion.rows
 
 
-def test_damaged_tensor_is_not_compared(capsys: pytest.CaptureFixture[str]):
+def test_damaged_tensor_is_not_compared(capsys: Capture):
     values = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
     write_hf_folder(Path("model"), {"model.safetensors": {"w": values}})
     write_hf_folder(Path("target"), {"model.safetensors": {"v": values.T.copy()}})
@@ -436,7 +426,7 @@ def test_damaged_tensor_is_not_compared(capsys: pytest.CaptureFixture[str]):
     )
 
 
-def test_command_reports_an_incomplete_map(capsys: pytest.CaptureFixture[str]):
+def test_command_reports_an_incomplete_map(capsys: Capture):
     write_hf_folder(Path("a"), {"model.safetensors": {"x": np.arange(4.0), "y": np.arange(3.0)}})
     write_hf_folder(Path("b"), {"model.safetensors": {"z": np.arange(4.0)}})
     words = ("map", "suggest", "a", "b")

@@ -24,7 +24,7 @@ from prepcli.commands.operations.verify_logits import (
 from prepcli.core.errors import PrepError, UsageError
 from tests.helpers.hybrid_configs import MAMBA2
 from tests.helpers.later_configs import LATER_FAMILIES
-from tests.helpers.run_cli import run_ok
+from tests.helpers.run_cli import Capture, MonkeyPatch, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT_NEO, LLAMA, make_checkpoint
 from tests.helpers.tiny_configs import DENSE, QWEN3_MOE
@@ -36,9 +36,8 @@ PROMPT = "3,1,4,1,5,9,2,6,5,3,5,8"
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path) -> Path:
     """Make a model `m`, and a model `changed` with another weight in layer 1."""
-    monkeypatch.chdir(tmp_path)
     make_checkpoint(tmp_path / "m", LLAMA)
     make_checkpoint(tmp_path / "changed", LLAMA)
     change_tensor(tmp_path / "changed", "model.layers.1.mlp.up_proj.weight", 1.5)
@@ -137,11 +136,8 @@ def test_changed_weight_parts_at_its_layer(home: Path):
     [LLAMA, GPT_NEO, QWEN3_MOE, MAMBA2, CODEGEN],
     ids=["llama", "gpt_neo", "qwen3_moe", "mamba2", "codegen"],
 )
-def test_model_equals_itself_in_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: dict[str, Any]
-):
+def test_model_equals_itself_in_transformers(tmp_path: Path, base: dict[str, Any]):
     pytest.importorskip("transformers")
-    monkeypatch.chdir(tmp_path)
     make_checkpoint(tmp_path / "m", base)
     comparison = prep.verify_logits("./m", library="transformers", tolerance=1e-4)
     assert comparison
@@ -149,8 +145,7 @@ def test_model_equals_itself_in_transformers(
     assert all(prompt.layer_differences for prompt in comparison.prompts)
 
 
-def test_random_prompts_fit_the_positions_of_doge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
+def test_random_prompts_fit_the_positions_of_doge(tmp_path: Path):
     make_checkpoint(tmp_path / "m", LATER_FAMILIES["doge"], max_position_embeddings=20)
     comparison = prep.verify_logits("./m", "./m", tolerance=0)
     assert [prompt.tokens for prompt in comparison.prompts] == [16, 20]
@@ -160,7 +155,7 @@ def test_random_prompts_fit_the_positions_of_doge(tmp_path: Path, monkeypatch: p
         prep.verify_logits("./m", "./m", prompt_ids="long.txt")
 
 
-def test_transformers_does_not_ask_to_run_code(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_transformers_does_not_ask_to_run_code(home: Path, monkeypatch: MonkeyPatch):
     transformers = pytest.importorskip("transformers")
     options: dict[str, Any] = {}
 
@@ -174,7 +169,7 @@ def test_transformers_does_not_ask_to_run_code(home: Path, monkeypatch: pytest.M
     assert options["trust_remote_code"] is False
 
 
-def test_error_inside_transformers_names_the_model(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_error_inside_transformers_names_the_model(home: Path, monkeypatch: MonkeyPatch):
     transformers = pytest.importorskip("transformers")
 
     def fail(*_: Any, **words: Any) -> None:
@@ -185,14 +180,14 @@ def test_error_inside_transformers_names_the_model(home: Path, monkeypatch: pyte
         prep.verify_logits("./m", library="transformers")
 
 
-def test_prompts_with_too_large_outputs_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_prompts_with_too_large_outputs_are_refused(home: Path, monkeypatch: MonkeyPatch):
     usage = shutil.disk_usage(home)._replace(free=10_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(UsageError, match=r"have 528 tokens .* has 9\.8 KiB - set the variable"):
         prep.verify_logits("./m", "./changed")
 
 
-def test_full_disk_is_one_error(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_full_disk_is_one_error(home: Path, monkeypatch: MonkeyPatch):
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -202,9 +197,7 @@ def test_full_disk_is_one_error(home: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("limit", ["MAX_DENSE_TOKENS", "BLOCK_TOKENS"])
-def test_long_prompts_are_computed_in_parts(
-    home: Path, monkeypatch: pytest.MonkeyPatch, limit: str
-):
+def test_long_prompts_are_computed_in_parts(home: Path, monkeypatch: MonkeyPatch, limit: str):
     (first, second) = prep.verify_logits("./m", "./changed").prompts
     monkeypatch.setattr(model_outputs, limit, 100)
     (again, long) = prep.verify_logits("./m", "./changed").prompts
@@ -230,11 +223,8 @@ def test_mesh_computes_the_same_logits(home: Path, mesh: str):
 
 
 @pytest.mark.parametrize("model_type", slow_except([*ENCODER_MODELS], ["t5"]))
-def test_encoder_model_equals_itself_in_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
-):
+def test_encoder_model_equals_itself_in_transformers(tmp_path: Path, model_type: str):
     pytest.importorskip("transformers")
-    monkeypatch.chdir(tmp_path)
     base = ENCODER_MODELS[model_type]
     make_checkpoint(tmp_path / "m", base, tied=base.get("tie_word_embeddings", True))
     # More tokens than the largest relative distance of each model.
@@ -271,9 +261,7 @@ def test_encoder_and_decoder_only_model_are_not_compared(home: Path):
         prep.verify_logits("./m", "./t5")
 
 
-def test_infinite_tolerance_accepts_finite_logits_only(
-    home: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_infinite_tolerance_accepts_finite_logits_only(home: Path, capsys: Capture):
     make_checkpoint(home / "broken", LLAMA)
     change_tensor(home / "broken", "model.norm.weight", np.nan)
     words = ["--logits", "--prompt-ids", "prompts.txt", "--tolerance", "inf", "--json", "-q"]
@@ -301,7 +289,7 @@ def test_cast_is_accepted_within_the_tolerance(home: Path):
     assert not prep.verify_logits("cast", "./m", tolerance=prompt.max_difference / 3)
 
 
-def test_command_prints_a_table_and_exits_with_1(home: Path, capsys: pytest.CaptureFixture[str]):
+def test_command_prints_a_table_and_exits_with_1(home: Path, capsys: Capture):
     words = ["verify", "./m", "./changed", "--logits", "--prompt-ids", "prompts.txt"]
     assert main([*words, "--progress", "none"]) == 1
     output = capsys.readouterr()
@@ -352,7 +340,7 @@ def test_transformers_cannot_compute_an_init(home: Path):
     ],
 )
 def test_conflicting_logit_options_are_refused(
-    home: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+    home: Path, capsys: Capture, options: list[str], message: str
 ):
     assert main(["verify", "./m", "./changed", *options]) == 2
     assert message in capsys.readouterr().err

@@ -1,11 +1,8 @@
-"""Exports restored by MaxText, Tunix, Levanter and torchtitan themselves: their logits equal those of transformers.
-
-They need environments of their own. `PREP_MAXTEXT_PYTHON`, `PREP_TUNIX_PYTHON`, `PREP_LEVANTER_PYTHON` and
-`PREP_TORCHTITAN_PYTHON` name a Python with each of them.
-"""
+"""Exports restored by MaxText, Tunix, Levanter, torchtitan and vLLM themselves."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -21,7 +18,6 @@ from tests.helpers.tiny_checkpoints import assert_same, read_tensors
 
 torch = lazy_module("torch")
 transformers = lazy_module("transformers")
-
 HELPERS = Path(__file__).parents[3] / "helpers"
 SIZES = {
     "vocab_size": 128,
@@ -132,11 +128,6 @@ LEVANTER_CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def make_model(model_type: str, changes: dict[str, Any]) -> np.ndarray:
     """Save a random model of transformers to `model`, and return its logits for the tokens 1 to 12."""
     torch.manual_seed(0)
@@ -218,3 +209,65 @@ def test_torchtitan_restores_and_saves_every_bit(model: str):
     check_logits(expected)
     prep.export("./saved", "back", config="model")
     assert_same(read_tensors(Path("back")), read_tensors(Path("model")))
+
+
+# Exports served by vLLM itself: it generates the tokens of transformers
+
+
+ORACLE = Path(__file__).parents[3] / "helpers" / "vllm_oracle.py"
+NUM_NEW = 16
+PROMPTS = [[1, 5, 9, 44, 700, 3], [12, 13, 900, 4, 8]]
+# A vocabulary that 2 does not divide, and heads of a size that vLLM has on CPUs.
+VLLM_SIZES = {
+    "vocab_size": 1001,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+CLASSES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("PREP_VLLM_PYTHON" not in os.environ, reason="needs vLLM")
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_vllm_generates_the_tokens_of_transformers(model_type: str, tmp_path: Path):
+    config_class, model_class = CLASSES[model_type]
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**VLLM_SIZES)
+    model = getattr(transformers, model_class)(config)
+    source, init, export = (str(tmp_path / name) for name in ("model", "init", "hf"))
+    model.save_pretrained(source)
+    run_ok("save-init", source, "--mesh", "1,2,2", "--pad-vocab", "auto", "--out", init)
+    run_ok("export", init, "--out", export)
+
+    expected: list[list[int]] = []
+    for prompt in PROMPTS:
+        ids = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=NUM_NEW,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        expected.append(ids[0, len(prompt) :].tolist())
+    assert generate_with_vllm(export, tmp_path) == expected
+
+
+def generate_with_vllm(model: str, folder: Path) -> list[list[int]]:
+    """Return the new ids of each prompt."""
+    prompts = folder / "prompts.json"
+    prompts.write_text(json.dumps(PROMPTS))
+    environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [os.environ["PREP_VLLM_PYTHON"], ORACLE, model, prompts, str(NUM_NEW)]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    # Other lines are the log of vLLM.
+    lines = [line for line in result.stdout.splitlines() if line.startswith("new ids ")]
+    return json.loads(lines[-1].removeprefix("new ids "))
