@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from prepcli.core.errors import FAILED, USAGE
 from prepcli.engine.fills import fill_of
 from tests.helpers.adapters import make_adapter
 from tests.helpers.later_configs import LATER_FAMILIES
-from tests.helpers.run_cli import run_failing, run_failing_unchanged, run_json, run_ok
+from tests.helpers.run_cli import Capture, run_failing, run_failing_unchanged, run_json, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import (
     FAMILY_CONFIGS,
@@ -29,27 +30,15 @@ from tests.helpers.tiny_checkpoints import (
     make_checkpoint,
     read_tensors,
 )
-from tests.helpers.tokenizer_folders import (
-    KINDS,
-    random_texts,
-    side_files,
-    write_json,
-    write_model,
-)
+from tests.helpers.tokenizer_folders import KINDS, random_texts, side_files, write_json, write_model
 
 TOKENS: list[Any] = ["<tool>", {"content": "<end>", "special": True}, "bäd abc", "Ünlike"]
 CONTENTS = ["<tool>", "<end>", "bäd abc", "Ünlike"]
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 CASES = [(kind, seed) for seed in range(10) for kind in KINDS]
-
 # Tied and untied heads, a head with a bias, and two stacks.
-BASES = {
-    "llama": LLAMA,
-    "gpt2": GPT2,
-    "gptj": FAMILY_CONFIGS["gptj"],
-    "t5": FAMILY_CONFIGS["t5"],
-}
+BASES = {"llama": LLAMA, "gpt2": GPT2, "gptj": FAMILY_CONFIGS["gptj"], "t5": FAMILY_CONFIGS["t5"]}
 INIT_CASES = list(
     itertools.product(BASES, ["mean", "zeros", "normal"], ["float32", "bfloat16", "float16"])
 )
@@ -63,8 +52,7 @@ FAST_INIT_CASES = [
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _folder() -> None:
     write_json(Path("tokens.json"), TOKENS)
 
 
@@ -205,7 +193,7 @@ def test_settings_get_the_tokens():
     assert ids == {content: size + n for n, content in enumerate(CONTENTS)}
 
 
-def test_manifest_and_json_list_the_tokens(capsys: pytest.CaptureFixture[str]):
+def test_manifest_and_json_list_the_tokens(capsys: Capture):
     size = write_model(Path("m")).get_vocab_size()
     report = run_json(capsys, "add-tokens", "./m", "--tokens", "tokens.json", "--out", "added")
     expected = {
@@ -254,7 +242,7 @@ def test_true_vocab_names_the_padding_of_a_published_model():
 
 
 @pytest.mark.parametrize("folder", ["./added", "./wide"])
-def test_removal_names_the_dropped_rows(folder: str, capsys: pytest.CaptureFixture[str]):
+def test_removal_names_the_dropped_rows(folder: str, capsys: Capture):
     write_model(Path("m"))
     add()
     run_ok("pad-vocab", "./added", "--multiple", "64", "--out", "wide")
@@ -274,7 +262,7 @@ def test_second_addition_is_removed_first():
     assert_removed(tensors)
 
 
-def test_tokens_survive_init_and_export(capsys: pytest.CaptureFixture[str]):
+def test_tokens_survive_init_and_export(capsys: Capture):
     write_model(Path("m"))
     tensors = read_tensors(Path("m"))
     run_ok("add-tokens", "./m", "--tokens", "tokens.json", "--out", "more")
@@ -295,7 +283,7 @@ def flip_bit_of_row(folder: Path, row: int) -> None:
     path.write_bytes(data)
 
 
-def test_damaged_rows_are_found_though_read_in_part(capsys: pytest.CaptureFixture[str]):
+def test_damaged_rows_are_found_though_read_in_part(capsys: Capture):
     write_model(Path("m"), files=1)
     run_ok("add-tokens", "./m", "--tokens", "tokens.json", "--out", "more")
     run_ok("save-init", "./more", "--out", "init")
@@ -315,7 +303,7 @@ def test_damaged_rows_are_found_though_read_in_part(capsys: pytest.CaptureFixtur
         ["export", "./added", "--dtype", "bfloat16"],
     ],
 )
-def test_damaged_output_is_not_converted(words: list[str], capsys: pytest.CaptureFixture[str]):
+def test_damaged_output_is_not_converted(words: list[str], capsys: Capture):
     write_model(Path("m"), files=1)
     add()
     flip_bit_of_row(Path("added"), 3)
@@ -347,31 +335,78 @@ def test_functions_take_the_same_arguments():
         prep.add_tokens("./m", "added")
 
 
-@pytest.mark.parametrize(
-    ("tokens", "code", "message"),
-    [
-        (["<s>", "new"], USAGE, "has these tokens already: '<s>'"),
-        (["<s>x"], USAGE, "'<s>x' contains '<s>'"),
-        (["a", "a"], USAGE, "it has tokens twice: 'a'"),
-        ([""], USAGE, "empty tokens: number 1 of the list"),
-    ],
-)
-def test_invalid_tokens_are_refused(
-    tokens: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-):
+def write_inputs(*tokens: str, kind: str = "byte-level", **options: int) -> None:
+    """Write a model, and a list of new tokens."""
+    write_model(Path("m"), kind, **options)
+    write_json(Path("tokens.json"), list(tokens or CONTENTS))
+
+
+def write_other_tokenizer(name: str) -> None:
+    make_checkpoint(Path("m"), LLAMA)
+    Path("m", name).write_bytes(b"x")
+
+
+def name_a_new_token_in_settings(name: str) -> None:
+    size = write_model(Path("m")).get_vocab_size()
+    document = json.loads(Path("m", name).read_text())
+    if name == "added_tokens.json":
+        document["<tool>"] = 3
+    else:
+        document["added_tokens_decoder"][str(size)] = {"content": "old"}
+    write_json(Path("m", name), document)
+
+
+def break_tokenizer() -> None:
     write_model(Path("m"))
-    write_json(Path("tokens.json"), tokens)
-    actual, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    Path("m/tokenizer.json").write_text('{"added_tokens": [}')
+
+
+# What is written to `m` and `tokens.json`; the code, and parts of the error.
+REFUSED_ADDITIONS: list[tuple[Callable[[], object], int, tuple[str, ...]]] = [
+    (lambda: write_inputs("<s>", "new"), USAGE, ("has these tokens already: '<s>'",)),
+    (lambda: write_inputs("<s>x"), USAGE, ("'<s>x' contains '<s>'",)),
+    (lambda: write_inputs("a", "a"), USAGE, ("it has tokens twice: 'a'",)),
+    (lambda: write_inputs(""), USAGE, ("empty tokens: number 1 of the list",)),
+    # The normalized texts of these tokens are equal, and one contains the other.
+    (
+        lambda: write_inputs("Zzz", "zzZ", kind="wordpiece"),
+        FAILED,
+        ("would not use the new tokens",),
+    ),
+    (lambda: write_inputs("Zzz", "xzzZ", kind="wordpiece"), USAGE, ("'xzzz' contains 'zzz'",)),
+    (lambda: write_inputs(padding=5), USAGE, ("--true-vocab",)),
+    (lambda: write_inputs(padding=-5), USAGE, ("use the tokenizer of the model",)),
+    (lambda: write_other_tokenizer("sentencepiece.bpe.model"), USAGE, ("is not supported",)),
+    (lambda: write_other_tokenizer("vocab.txt"), USAGE, ("is not supported",)),
+    (lambda: write_other_tokenizer("README.md"), USAGE, ("has no tokenizer",)),
+    (
+        lambda: name_a_new_token_in_settings("added_tokens.json"),
+        FAILED,
+        ("added_tokens.json is not supported", "already"),
+    ),
+    (
+        lambda: name_a_new_token_in_settings("tokenizer_config.json"),
+        FAILED,
+        ("tokenizer_config.json is not supported", "already"),
+    ),
+    (break_tokenizer, FAILED, ("is not a valid tokenizer",)),
+    (
+        lambda: write_model(Path("m"), base=LATER_FAMILIES["gemma4_text"]),
+        USAGE,
+        ("has embeddings per layer, which is not supported", "embed_tokens_per_layer.weight"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("write", "code", "parts"), REFUSED_ADDITIONS)
+def test_addition_that_does_not_fit_is_refused(
+    write: Callable[[], object], code: int, parts: tuple[str, ...], capsys: Capture
+):
+    write()
+    words = ("add-tokens", "./m", "--tokens", "tokens.json")
+    actual, lines = run_failing_unchanged(capsys, *words)
     assert actual == code
-    assert message in " ".join(lines)
-
-
-def test_tokens_with_one_normalized_text_are_refused(capsys: pytest.CaptureFixture[str]):
-    write_model(Path("m"), "wordpiece")
-    write_json(Path("tokens.json"), ["Zzz", "zzZ"])
-    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
-    assert code == FAILED
-    assert "would not use the new tokens" in lines[0]
+    assert all(part in " ".join(lines) for part in parts)
 
 
 def vocabulary_word(tokenizer: Tokenizer) -> str:
@@ -380,7 +415,7 @@ def vocabulary_word(tokenizer: Tokenizer) -> str:
     return next(word for word in words if word.isascii() and word.isalpha() and len(word) > 2)
 
 
-def test_normalized_token_may_not_hide_an_old_one(capsys: pytest.CaptureFixture[str]):
+def test_normalized_token_may_not_hide_an_old_one(capsys: Capture):
     word = vocabulary_word(write_model(Path("m"), "wordpiece"))
     write_json(Path("tokens.json"), [word.upper()])
     code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
@@ -392,15 +427,7 @@ def test_normalized_token_may_not_hide_an_old_one(capsys: pytest.CaptureFixture[
     assert Tokenizer.from_file("added/tokenizer.json").encode(word).ids == before.encode(word).ids
 
 
-def test_normalized_tokens_may_not_overlap(capsys: pytest.CaptureFixture[str]):
-    write_model(Path("m"), "wordpiece")
-    write_json(Path("tokens.json"), ["Zzz", "xzzZ"])
-    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
-    assert code == USAGE
-    assert "'xzzz' contains 'zzz'" in " ".join(lines)
-
-
-def test_tokens_without_pieces_need_another_init(capsys: pytest.CaptureFixture[str]):
+def test_tokens_without_pieces_need_another_init(capsys: Capture):
     write_model(Path("m"), "byte-level")
     document = json.loads(Path("m/tokenizer.json").read_text())
     # Without an unknown token and with letters only, BPE drops other characters.
@@ -412,109 +439,55 @@ def test_tokens_without_pieces_need_another_init(capsys: pytest.CaptureFixture[s
     run_ok("add-tokens", "./m", "--tokens", "tokens.json", "--init", "zeros")
 
 
-@pytest.mark.parametrize(
-    ("padding", "message"), [(5, "--true-vocab"), (-5, "use the tokenizer of the model")]
-)
-def test_sizes_of_tokenizer_and_model_must_agree(
-    padding: int, message: str, capsys: pytest.CaptureFixture[str]
+def change_tokenizer() -> None:
+    shutil.copy("m/tokenizer.json", "added/tokenizer.json")
+
+
+def write_record(content: bytes) -> None:
+    Path("added/prep-added-tokens.json").write_bytes(content)
+
+
+def write_ranges(inserted: list[list[int]]) -> None:
+    record = json.loads(Path("added/prep-added-tokens.json").read_text())
+    record["additions"][0]["files"]["tokenizer.json"]["inserted"] = inserted
+    write_json(Path("added/prep-added-tokens.json"), record)
+
+
+DAMAGED_RANGES = ("the record of tokenizer.json is damaged", "byte range")
+# Changes of the output `added`, and parts of the error.
+REFUSED_REMOVALS: list[tuple[Callable[[], object], tuple[str, ...]]] = [
+    (change_tokenizer, ("tokenizer.json was changed",)),
+    (lambda: write_record(b"{"), ("is not a record of this prep",)),
+    (lambda: write_record(b'{"format": 2, "additions": []}'), ("is not a record of this prep",)),
+    # A range that ends before its start doubles the text. One after the end removes no byte.
+    (lambda: write_ranges([[10**18, 0]] * 40), DAMAGED_RANGES),
+    (lambda: write_ranges([[5, 10**18]]), DAMAGED_RANGES),
+]
+
+
+@pytest.mark.parametrize(("change", "parts"), REFUSED_REMOVALS)
+def test_removal_from_a_changed_output_is_refused(
+    change: Callable[[], object], parts: tuple[str, ...], capsys: Capture
 ):
-    write_model(Path("m"), padding=padding)
-    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
-    assert code == USAGE
-    assert message in " ".join(lines)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("sentencepiece.bpe.model", "is not supported"),
-        ("vocab.txt", "is not supported"),
-        ("README.md", "has no tokenizer"),
-    ],
-)
-def test_other_tokenizers_are_refused(name: str, message: str, capsys: pytest.CaptureFixture[str]):
-    make_checkpoint(Path("m"), LLAMA)
-    Path("m", name).write_bytes(b"x")
-    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
-    assert code == USAGE
-    assert message in lines[0]
-
-
-@pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer_config.json"])
-def test_settings_with_a_new_token_are_refused(name: str, capsys: pytest.CaptureFixture[str]):
-    size = write_model(Path("m")).get_vocab_size()
-    document = json.loads(Path("m", name).read_text())
-    if name == "added_tokens.json":
-        document["<tool>"] = 3
-    else:
-        document["added_tokens_decoder"][str(size)] = {"content": "old"}
-    write_json(Path("m", name), document)
-    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
-    assert code == FAILED
-    assert f"{name} is not supported" in lines[0]
-    assert "already" in " ".join(lines)
-
-
-def test_broken_tokenizer_is_one_error(capsys: pytest.CaptureFixture[str]):
     write_model(Path("m"))
-    Path("m/tokenizer.json").write_text('{"added_tokens": [}')
-    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
+    add()
+    Path("added/prep-manifest.json").unlink()
+    change()
+    capsys.readouterr()
+    code, lines = run_failing_unchanged(capsys, "remove-tokens", "./added")
     assert code == FAILED
-    assert "is not a valid tokenizer" in lines[0]
+    assert all(part in " ".join(lines) for part in parts)
 
 
-def test_folder_without_a_record_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_folder_without_a_record_is_refused(capsys: Capture):
     write_model(Path("m"))
     code, lines = run_failing_unchanged(capsys, "remove-tokens", "./m")
     assert code == USAGE
     assert "records no added tokens" in lines[0]
 
 
-def test_changed_tokenizer_is_not_removed(capsys: pytest.CaptureFixture[str]):
-    write_model(Path("m"))
-    add()
-    shutil.copy("m/tokenizer.json", "added/tokenizer.json")
-    Path("added/prep-manifest.json").unlink()
-    capsys.readouterr()
-    code, lines = run_failing_unchanged(capsys, "remove-tokens", "./added")
-    assert code == FAILED
-    assert "tokenizer.json was changed" in lines[0]
-
-
-@pytest.mark.parametrize("content", [b"{", b'{"format": 2, "additions": []}'])
-def test_damaged_record_is_one_error(content: bytes, capsys: pytest.CaptureFixture[str]):
-    write_model(Path("m"))
-    add()
-    Path("added/prep-manifest.json").unlink()
-    Path("added/prep-added-tokens.json").write_bytes(content)
-    capsys.readouterr()
-    code, lines = run_failing_unchanged(capsys, "remove-tokens", "./added")
-    assert code == FAILED
-    assert "is not a record of this prep" in lines[0]
-
-
-# A range that ends before its start doubles the text. One after the end removes no byte.
-@pytest.mark.parametrize("inserted", [[[10**18, 0]] * 40, [[5, 10**18]]])
-def test_record_with_impossible_ranges_is_damaged(
-    inserted: list[list[int]], capsys: pytest.CaptureFixture[str]
-):
-    write_model(Path("m"))
-    add()
-    Path("added/prep-manifest.json").unlink()
-    record = json.loads(Path("added/prep-added-tokens.json").read_text())
-    record["additions"][0]["files"]["tokenizer.json"]["inserted"] = inserted
-    write_json(Path("added/prep-added-tokens.json"), record)
-    capsys.readouterr()
-    code, lines = run_failing_unchanged(capsys, "remove-tokens", "./added")
-    assert code == FAILED
-    assert "the record of tokenizer.json is damaged" in lines[0]
-    assert "byte range" in " ".join(lines)
-
-
 @pytest.mark.parametrize("words", [("add-tokens", "--tokens", "tokens.json"), ("remove-tokens",)])
-def test_adapter_is_refused_and_fits_the_new_base(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-):
+def test_adapter_is_refused_and_fits_the_new_base(words: tuple[str, ...], capsys: Capture):
     write_model(Path("m"))
     make_adapter(Path("adapter"), {"model.layers.0.self_attn.q_proj": (32, 32)})
     code, lines = run_failing_unchanged(capsys, words[0], "./adapter", *words[1:])
@@ -527,15 +500,7 @@ def test_adapter_is_refused_and_fits_the_new_base(
     assert merged[EMBEDDING].tobytes() == read_tensors(Path("added"))[EMBEDDING].tobytes()
 
 
-def test_embeddings_per_layer_are_refused(capsys: pytest.CaptureFixture[str]):
-    write_model(Path("m"), base=LATER_FAMILIES["gemma4_text"])
-    code, lines = run_failing_unchanged(capsys, "add-tokens", "./m", "--tokens", "tokens.json")
-    assert code == USAGE
-    assert "has embeddings per layer, which is not supported" in lines[0]
-    assert "embed_tokens_per_layer.weight" in " ".join(lines)
-
-
-def test_tokens_of_a_pipe_are_added(capsys: pytest.CaptureFixture[str]):
+def test_tokens_of_a_pipe_are_added(capsys: Capture):
     write_model(Path("m"))
     reader, writer = os.pipe()
     os.write(writer, b"<tool>\n")

@@ -16,6 +16,7 @@ from tests.helpers import towers
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.quantized_folders import FORMATS, Arrays, make_quantized
 from tests.helpers.run_cli import Capture, run_failing, run_failing_unchanged, run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, assert_same, make_checkpoint, read_tensors
 from tests.helpers.tokenizer_folders import side_files, train_tokenizer, write_json, write_model
 
@@ -80,7 +81,7 @@ def write_quantized(
     return size
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", slow_except(FORMATS, ["fp8", "compressed-nvfp4", "awq", "nf4"]))
 def test_tokens_of_quantized_models_come_back(kind: str):
     size = write_quantized(kind)
     before = read_tensors(Path("m"))

@@ -1,22 +1,31 @@
-"""The public functions of `import prepcli`, on tiny checkpoints."""
-
-# pyright: reportTypedDictNotRequiredAccess=false
-# The manifests of complete outputs have the keys that these tests read.
+"""The public functions of `import prepcli`, on tiny checkpoints, and the checks of their arguments."""
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 
 import prepcli as prep
+from prepcli.commands.console.progress_displays import LineProgress
 from prepcli.commands.operations import compute_options, options, results
+from prepcli.restore.item_reader import open_reader
+from tests.helpers.damage import flip_bit, flip_used_bit, largest_file, tensor_place
+from tests.helpers.run_cli import Capture, MonkeyPatch
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
+from tests.helpers.training_folder import make_training_folder
+from trainer.training.metrics import METRICS_FILE, read_metrics
 
 # The parts from which options are defined, and options that only commands have.
 NOT_EXPORTED = (
@@ -57,25 +66,6 @@ class RecordedProgress:
         pass
 
 
-def flip_first_value(path: Path, name: str) -> None:
-    """Invert the first byte of a tensor in a safetensors file."""
-    data = bytearray(path.read_bytes())
-    header_nbytes = int.from_bytes(data[:8], "little")
-    start, _ = json.loads(data[8 : 8 + header_nbytes])[name]["data_offsets"]
-    data[8 + header_nbytes + start] ^= 0xFF
-    path.write_bytes(data)
-
-
-def flip_data_bit(init: Path) -> None:
-    """Invert a bit of a tensor in the largest data file of an Orbax item."""
-    data_file = max((init / "d").iterdir(), key=lambda path: path.stat().st_size)
-    data = bytearray(data_file.read_bytes())
-    # Gaps between chunks are zeros.
-    position = next(index for index in range(len(data) // 2, len(data)) if data[index])
-    data[position] ^= 1
-    data_file.write_bytes(data)
-
-
 def test_api_exports_every_name_in_all():
     assert [name for name in prep.__all__ if not hasattr(prep, name)] == []
     assert {*prep.__all__} <= {*dir(prep)}
@@ -109,9 +99,7 @@ def test_api_import_is_lazy():
     assert printed == "False False\n"
 
 
-def test_api_converts_there_and_back(
-    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_api_converts_there_and_back(model: Path, tmp_path: Path, capfd: Capture):
     padded = prep.pad_vocab(model, tmp_path / "padded", multiple=8)
     init = prep.save_init(padded.path, tmp_path / "init", mesh="1,2,1")
     again = prep.reshard(init.path, tmp_path / "again", mesh="1,1,2", compress="zstd")
@@ -171,14 +159,11 @@ def test_api_reports_progress_to_the_given_object(model: Path, tmp_path: Path):
     assert progress.tasks
 
 
-def test_api_second_call_finds_the_output(model: Path, tmp_path: Path):
-    prep.save_init(model, tmp_path / "init")
-    assert prep.save_init(model, tmp_path / "init").already_done
-
-
 def test_api_verify_lists_differences(model: Path, tmp_path: Path):
     init = prep.save_init(model, tmp_path / "init", dtype="bfloat16").path
+    assert prep.verify(init)
     result = prep.verify(init, model)
+    assert not result
     assert not result.is_equal
     assert result.differences
 
@@ -189,27 +174,9 @@ def test_api_inspect_lists_tensors(model: Path):
     assert contents.parameters == sum(np.prod(tensor.shape) for tensor in contents.tensors)
 
 
-def test_api_missing_checkpoint_is_a_prep_error(tmp_path: Path):
-    with pytest.raises(prep.PrepError):
-        prep.save_init(tmp_path / "missing", offline=True)
-
-
 def test_api_invalid_request_is_a_usage_error(model: Path, tmp_path: Path):
     with pytest.raises(prep.UsageError, match="`multiple=8` and `size=300` exclude each other"):
         prep.pad_vocab(model, tmp_path / "padded", multiple=8, size=300)
-
-
-def test_api_other_output_is_an_output_exists_error(model: Path, tmp_path: Path):
-    prep.save_init(model, tmp_path / "init")
-    with pytest.raises(prep.OutputExistsError):
-        prep.save_init(model, tmp_path / "init", mesh="1,2,1")
-
-
-def test_api_flipped_bit_is_a_damaged_error(model: Path, tmp_path: Path):
-    init = prep.save_init(model, tmp_path / "init").path
-    flip_data_bit(init)
-    with pytest.raises(prep.DamagedError):
-        prep.reshard(init, tmp_path / "again", mesh="1,2,1")
 
 
 def test_api_load_params_reads_any_format(model: Path, tmp_path: Path):
@@ -244,12 +211,6 @@ def test_api_accepts_one_rule_as_text(model: Path):
     assert [*plan.settings["rules"]] == ["embed=none"]
 
 
-def test_api_verification_is_true_if_equal(model: Path, tmp_path: Path):
-    init = prep.save_init(model, tmp_path / "init", dtype="bfloat16").path
-    assert prep.verify(init)
-    assert not prep.verify(init, model)
-
-
 def test_api_verify_counts_the_ignored_padding(model: Path, tmp_path: Path):
     padded = prep.pad_vocab(model, tmp_path / "padded", multiple=8).path
     result = prep.verify(padded, model)
@@ -263,7 +224,8 @@ def test_api_verify_counts_the_ignored_padding(model: Path, tmp_path: Path):
 def test_api_names_of_a_damaged_tensor_agree(model: Path, tmp_path: Path):
     folder = prep.pad_vocab(model, tmp_path / "padded", multiple=8).path
     name = "params.embed.tokens (transformer.wte.weight)"
-    flip_first_value(min(folder.glob("*.safetensors")), "transformer.wte.weight")
+    path, low, _ = tensor_place(folder, "transformer.wte.weight")
+    flip_bit(path, low)
     difference = prep.verify(folder).differences[0]
     assert f"{difference['leaf']} ({difference['tensor']})" == name
     with pytest.raises(prep.DamagedError) as caught:
@@ -273,7 +235,7 @@ def test_api_names_of_a_damaged_tensor_agree(model: Path, tmp_path: Path):
 
 def test_api_names_of_a_damaged_leaf_agree(model: Path, tmp_path: Path):
     init = prep.save_init(model, tmp_path / "init").path
-    flip_data_bit(init)
+    flip_used_bit(largest_file(init / "d"))
     with pytest.raises(prep.DamagedError) as caught:
         prep.load_params(init)
     assert caught.value.what == f"{prep.verify(init).differences[0]['leaf']} of {init} is damaged"
@@ -312,3 +274,202 @@ def test_errors_name_arguments_beside_an_observer(model: Path):
     with pytest.raises(prep.UsageError) as caught:
         prep.pad_vocab(model, size=5, progress=RecordedNotes())
     assert "`size=5` is too small" in str(caught.value)
+
+
+# Checks of the arguments of the public functions
+
+
+RECIPE = "recipe.toml"
+
+
+@pytest.fixture
+def even_model(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path / "model", GPT_NEO, vocab_size=256)
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"msh": "1,2,1"}, "unknown option `msh`.*did you mean `mesh`"),
+        ({"mesh": (1, 2, 1)}, r"invalid `mesh=\(1, 2, 1\)` - the expected type is str | None"),
+        ({"mesh": ""}, "invalid `mesh=''` - it is empty"),
+        ({"pad_vocab": 8.0}, "invalid `pad_vocab=8.0`"),
+        ({"pad_vocab": 0}, 'invalid `pad_vocab="0"`'),
+        ({"scan": "no"}, "invalid `scan='no'`"),
+        ({"overwrite": "no"}, "invalid `overwrite='no'`"),
+        ({"scan_axis": True}, "invalid `scan_axis=True`"),
+        ({"scan_axis": 2}, "invalid `scan_axis=2` - the expected type is 0 | 1 | None"),
+        ({"dtype": "bf16"}, "invalid `dtype='bf16'` - the expected type is 'float32' | 'bfloat16'"),
+        ({"rules": 3}, "invalid `rules=3`"),
+        ({"rules": ["a=fsdp", 3]}, "invalid `rules="),
+        ({"true_vocab": 0}, "invalid `true_vocab=0` - it must be at least 1"),
+        ({"memory": 0}, '`memory="0"` is below the minimum'),
+        ({"memory": "8MiB"}, '`memory="8MiB"` is below the minimum'),
+        ({"compress": ""}, "invalid `compress=''` - it is empty"),
+        ({"revision": ""}, "invalid `revision=''` - it is empty"),
+    ],
+)
+def test_save_init_rejects_invalid_options(
+    even_model: Path, tmp_path: Path, options: dict[str, Any], what: str
+):
+    with pytest.raises(prep.UsageError, match=what):
+        prep.save_init(even_model, tmp_path / "init", **options)
+    with pytest.raises(prep.UsageError, match=what):
+        prep.save_init(even_model, dry_run=True, **options)
+    assert not (tmp_path / "init").exists()
+
+
+@pytest.mark.parametrize(
+    "options", [{"multiple": 0}, {"size": 0}, {"size": -1}, {"mesh": ""}, {"seed": -1}]
+)
+def test_pad_vocab_rejects_falsy_option_values(
+    even_model: Path, tmp_path: Path, options: dict[str, Any]
+):
+    with pytest.raises(prep.UsageError, match="invalid"):
+        prep.pad_vocab(even_model, tmp_path / "padded", **options)
+    assert not (tmp_path / "padded").exists()
+
+
+@pytest.mark.parametrize("size", [0, "0", "5"])
+def test_export_rejects_sizes_of_empty_files(even_model: Path, tmp_path: Path, size: int | str):
+    with pytest.raises(prep.UsageError, match="shard_size"):
+        prep.export(even_model, tmp_path / "back", shard_size=size)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": ""},
+        {"mesh": 8},
+        {"dtype": "int8"},
+        {"verify": "no"},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": "8"},
+        {"temperature": "hot"},
+        {"top_k": 2.5},
+        {"seed": True},
+        {"batch_size": 0},
+        {"tokens": [1, 2]},
+        {"tokens": "1,2"},
+        {"prompts": 3},
+        {"tokenizer": ""},
+        {"step": -1},
+        {"batch": 8},
+    ],
+)
+def test_generate_rejects_invalid_options(even_model: Path, options: dict[str, Any]):
+    arguments: dict[str, Any] = {"tokens": [[1, 2]], **options}
+    with pytest.raises(prep.UsageError, match=next(iter(options))):
+        prep.generate(even_model, **arguments)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overrides": {"train.steps": 10}},
+        {"restart": 1},
+        {"force": 1},
+        {"stop_after": -1},
+        {"stop_after": "10"},
+        {"out": 3},
+        {"out": ""},
+        {"stop": 10},
+    ],
+)
+def test_train_rejects_invalid_options(tmp_path: Path, options: dict[str, Any]):
+    with pytest.raises(prep.UsageError, match=next(iter(options))):
+        prep.train(tmp_path / RECIPE, **options)
+
+
+def test_train_accepts_one_override_as_text(tmp_path: Path):
+    (tmp_path / RECIPE).write_text('name = "a"\n')
+    with pytest.raises(prep.PrepError) as caught:
+        prep.train(tmp_path / RECIPE, tmp_path / "run", overrides="train.stps=10")
+    assert "train.stps" in str(caught.value)
+
+
+@pytest.mark.parametrize("progress", [print, io.StringIO(), LineProgress])
+def test_progress_without_the_methods_is_a_usage_error(
+    even_model: Path, tmp_path: Path, progress: Any
+):
+    with pytest.raises(prep.UsageError, match="methods begin, advance, note and end"):
+        prep.save_init(even_model, tmp_path / "init", progress=progress)
+    with pytest.raises(prep.UsageError, match="methods begin, advance, note and end"):
+        prep.load_params(even_model, progress=progress)
+
+
+@pytest.mark.parametrize("arguments", [(3,), ("",), ("model", "out", "extra")])
+def test_save_init_checks_positional_arguments(arguments: tuple[Any, ...]):
+    with pytest.raises((prep.UsageError, TypeError), match=r"`checkpoint=|positional"):
+        prep.save_init(*arguments)
+
+
+def test_inspect_checks_its_arguments(even_model: Path):
+    with pytest.raises(prep.UsageError, match="invalid `offline='yes'`"):
+        prep.inspect(even_model, offline="yes")  # pyright: ignore[reportArgumentType]
+
+
+def test_errors_show_no_frames_inside_of_prep(tmp_path: Path) -> None:
+    with pytest.raises(prep.PrepError) as caught:
+        prep.inspect(tmp_path / "missing")
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    # The call, and the function that checks the arguments of every operation.
+    assert [Path(frame.filename).name for frame in frames] == [Path(__file__).name, "operation.py"]
+
+
+# `prep.train` with a loss and metrics of the caller
+
+
+@pytest.fixture
+def recipe(monkeypatch: MonkeyPatch) -> str:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make_training_folder()
+    return next(str(path) for path in Path().glob("*.toml"))
+
+
+def doubled_loss(logits: Array, targets: Array) -> Array:
+    """Return twice the cross entropy."""
+    return -2 * jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
+
+
+def cross_entropy_metric(logits: Array, targets: Array) -> dict[str, Array]:
+    return {"nats": doubled_loss(logits, targets) / 2}
+
+
+def test_train_with_a_loss_function_logs_it_and_resumes_with_it(recipe: str):
+    changes = ("train.steps=4", "train.eval_every=2", "checkpoint.every=2")
+    first = prep.train(recipe, "run", overrides=changes, stop_after=2, loss_fn=doubled_loss)
+    assert (first.step, first.is_finished) == (2, False)
+    with pytest.raises(
+        prep.PrepError,
+        match=r"the loss function has changed since the run began - .*doubled_loss, now",
+    ):
+        prep.train(recipe, "run", overrides=changes)
+    last = prep.train(
+        recipe, "run", overrides=changes, loss_fn=doubled_loss, metric_fn=cross_entropy_metric
+    )
+    assert last.is_finished
+    with open_reader(Path("run/4"), verify=False) as reader:
+        manifest = dict(reader.manifest)
+    assert manifest["loss_fn"] == f"{__name__}.doubled_loss"
+    lines = read_metrics(Path("run") / METRICS_FILE)
+    losses = [line["loss"] for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "eval_loss" in line]
+    # The losses differ a little: the weights are random, and the rows are others.
+    assert losses[0] == pytest.approx(2 * evaluations[0]["eval_loss"], rel=0.05)
+    assert [line["eval_nats"] for line in evaluations if "eval_nats" in line] == pytest.approx(
+        [evaluations[-1]["eval_loss"]], rel=1e-5
+    )
+
+
+def test_train_rejects_functions_that_do_not_fit(recipe: str):
+    options: dict[str, Any] = {"loss_fn": "focal"}
+    with pytest.raises(
+        prep.UsageError,
+        match=r"invalid `loss_fn='focal'` - the expected type is a function \| None",
+    ):
+        prep.train(recipe, "run", **options)
+    with pytest.raises(prep.UsageError, match=r"`train\.reduction` is exact"):
+        prep.train(recipe, "run", overrides="train.reduction=exact", loss_fn=doubled_loss)
+    assert not Path("run").exists()

@@ -1,4 +1,4 @@
-"""`save-init --quantized dequantize`: the values are those of the codes and scales, and errors name the tensor."""
+"""`--quantized dequantize`: the values are those of the codes and scales, and errors name the tensor."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ import pytest
 import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import DamagedError, PrepError, UsageError
+from prepcli.sources.detect import may_be_quantized
 from prepcli.sources.locate import locate
 from tests.helpers.quantized import to_torch
 from tests.helpers.quantized_folders import FORMATS, Arrays, make_quantized
-from tests.helpers.run_cli import error_lines, run_ok
+from tests.helpers.run_cli import Capture, error_lines, run_ok
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
+from tests.helpers.tiny_checkpoints import (
+    LLAMA,
+    checkpoint_tensors,
+    make_checkpoint,
+    read_tensors,
+    write_checkpoint,
+)
 
 Q_PROJ = "model.layers.0.self_attn.q_proj."
 SCALES = ("scale", "scale_inv", "scales", "SCB")
-
-
-@pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def exported(folder: str) -> dict[str, np.ndarray]:
@@ -56,7 +58,7 @@ def test_save_init_decodes_to_bfloat16(name: str):
     assert manifest["quantization"]["quant_method"] == FORMATS[name].settings["quant_method"]
 
 
-def test_save_init_names_number_of_decoded_weights(capsys: pytest.CaptureFixture[str]):
+def test_save_init_names_number_of_decoded_weights(capsys: Capture):
     make_quantized(Path("m"), "fp8")
     assert main(["save-init", "./m", "--quantized", "dequantize", "--dry-run"]) == 0
     assert "bfloat16  21 decoded from fp8" in capsys.readouterr().err
@@ -89,7 +91,7 @@ def test_rounded_values_are_counted():
     assert conversion.details["accounting"]["changed_values"] == changed
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_except(FORMATS, ["fp8", "compressed-nvfp4", "awq", "nf4"]))
 def test_codes_and_scales_are_kept_by_default(name: str):
     make_quantized(Path("m"), name)
     run_ok("save-init", "./m", "--out", "init")
@@ -154,8 +156,8 @@ def test_unknown_model_type_is_decoded_verbatim():
     assert "quantization_config" not in json.loads(Path("exported/config.json").read_text())
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_inspect_shows_format_and_decoded_dtype(name: str, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("name", slow_except(FORMATS, ["fp8", "compressed-nvfp4", "awq", "nf4"]))
+def test_inspect_shows_format_and_decoded_dtype(name: str, capsys: Capture):
     values = make_quantized(Path("m"), name)
     run_ok("inspect", "./m", "--json")
     source = json.loads(capsys.readouterr().out)["source"]
@@ -172,7 +174,7 @@ def test_inspect_shows_format_and_decoded_dtype(name: str, capsys: pytest.Captur
     assert f"21 quantised weights ({method}), bfloat16 when decoded" in capsys.readouterr().out
 
 
-def test_inspect_shows_fault_of_quantised_tensors(capsys: pytest.CaptureFixture[str]):
+def test_inspect_shows_fault_of_quantised_tensors(capsys: Capture):
     make_quantized(Path("m"), "fp8", change=remove("weight_scale_inv"))
     run_ok("inspect", "./m")
     assert f"`{Q_PROJ}weight_scale_inv` is missing" in capsys.readouterr().out
@@ -184,7 +186,7 @@ def test_option_without_quantised_weights_is_refused():
         prep.save_init("./m", "init", quantized="dequantize")
 
 
-def test_settings_file_of_earlier_gptq_is_read(capsys: pytest.CaptureFixture[str]):
+def test_settings_file_of_earlier_gptq_is_read(capsys: Capture):
     values = make_quantized(Path("m"), "gptq")
     config_path = Path("m/config.json")
     config = json.loads(config_path.read_text())
@@ -228,7 +230,7 @@ def test_verify_decodes_the_kept_codes_of_an_init(name: str, options: dict[str, 
         assert names == {"model.norm.weight", f"{Q_PROJ}weight"}
 
 
-def test_inspect_decodes_files_of_pytorch(capsys: pytest.CaptureFixture[str]):
+def test_inspect_decodes_files_of_pytorch(capsys: Capture):
     torch = pytest.importorskip("torch")
     make_quantized(Path("m"), "gptq")
     stored = {}
@@ -249,7 +251,7 @@ def test_inspect_decodes_files_of_pytorch(capsys: pytest.CaptureFixture[str]):
     assert f"{Q_PROJ}weight" in statistics[1]
 
 
-def test_inspect_of_kept_codes_names_the_export(capsys: pytest.CaptureFixture[str]):
+def test_inspect_of_kept_codes_names_the_export(capsys: Capture):
     make_quantized(Path("m"), "fp8")
     prep.save_init("./m", "kept", quantized="keep")
     lines = error_lines(capsys, "inspect", "kept", "--stats", "--quantized", "dequantize")
@@ -257,7 +259,7 @@ def test_inspect_of_kept_codes_names_the_export(capsys: pytest.CaptureFixture[st
     assert lines[2] == " hint: `prep export kept` writes them"
 
 
-def test_left_over_settings_file_does_not_decode_values(capsys: pytest.CaptureFixture[str]):
+def test_left_over_settings_file_does_not_decode_values(capsys: Capture):
     make_quantized(Path("m"), "gptq")
     prep.save_init("./m", "init", quantized="dequantize")
     prep.export("init", "values", quantized="dequantize")
@@ -420,3 +422,110 @@ def test_output_does_not_depend_on_processes():
     run_ok("save-init", "./m", "--quantized", "dequantize", "--workers", "2", "--out", "two")
     one, two = (json.loads(Path(out, "prep-manifest.json").read_text()) for out in ("one", "two"))
     assert one["tensors"] == two["tensors"]
+
+
+# Quantisation settings beside dense tensors: the tensors decide, and the outputs do not claim quantisation
+
+
+REMARK = "the quantisation in config.json is ignored: no tensor is quantised"
+
+
+def make_left_over(name: str, **further: np.ndarray) -> dict[str, Any]:
+    """Write a dense model `m` with the settings of a format, and return its config without them."""
+    config = {**LLAMA, "torch_dtype": "float32", "tie_word_embeddings": False}
+    tensors = {**checkpoint_tensors(LLAMA, "float32", False, False), **further}
+    settings = {"quantization_config": dict(FORMATS[name].settings)}
+    write_checkpoint(Path("m"), {**config, **settings}, tensors)
+    return config
+
+
+def read_config(folder: str) -> dict[str, Any]:
+    return json.loads(Path(folder, "config.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["fp8", "compressed-int4", "gptq", "nf4"])
+def test_left_over_config_is_ignored(name: str, capsys: Capture):
+    config = make_left_over(name)
+    assert main(["save-init", "./m", "--out", "init"]) == 0
+    assert capsys.readouterr().err.count(REMARK) == 1
+    manifest = json.loads(Path("init/prep-manifest.json").read_text())
+    assert manifest["family"] == "llama"
+    assert "quantization" not in manifest
+    prep.export("init", "exported")
+    assert "quantization_config" not in read_config("exported")
+    assert read_config("exported")["hidden_size"] == config["hidden_size"]
+    stored = read_tensors(Path("m"))
+    exported = read_tensors(Path("exported"))
+    assert {key: array.tobytes() for key, array in stored.items()} == {
+        key: array.tobytes() for key, array in exported.items()
+    }
+    assert prep.verify("init", against="./m")
+
+
+def test_left_over_config_is_dropped_from_verbatim_output(capsys: Capture):
+    make_left_over("fp8")
+    Path("m/quantize_config.json").write_text('{"bits": 4}')
+    assert main(["save-init", "./m", "--verbatim", "--out", "init"]) == 0
+    both = "the quantisation in config.json and quantize_config.json is ignored: no tensor"
+    assert both in capsys.readouterr().err
+    prep.export("init", "exported")
+    assert "quantization_config" not in read_config("exported")
+    assert not Path("exported/quantize_config.json").exists()
+
+
+def test_unused_quantization_config_is_noted_and_has_nothing_to_decode(capsys: Capture):
+    make_left_over("awq")
+    with pytest.raises(UsageError, match=f"has no effect.*not quantised .{REMARK}"):
+        prep.save_init("./m", "init", quantized="dequantize")
+    run_ok("inspect", "./m")
+    captured = capsys.readouterr()
+    assert REMARK in captured.out
+    assert REMARK not in captured.err
+
+
+def test_left_over_config_does_not_refuse_model(capsys: Capture):
+    make_left_over("gptq")
+    assert main(["export", "./m", "--dtype", "bfloat16", "--out", "exported"]) == 0
+    assert capsys.readouterr().err.count(REMARK) == 1
+    assert "quantization_config" not in read_config("exported")
+
+
+def test_left_over_config_beside_torch_files_is_ignored():
+    torch = pytest.importorskip("torch")
+    make_left_over("gptq")
+    tensors = {key: torch.tensor(array) for key, array in read_tensors(Path("m")).items()}
+    Path("torch").mkdir()
+    Path("m/config.json").rename("torch/config.json")
+    torch.save(tensors, "torch/pytorch_model.bin")
+    prep.export("./torch", "exported")
+    assert "quantization_config" not in read_config("exported")
+
+
+def test_dense_weights_with_scales_are_not_decoded():
+    """Whether a script multiplied the weights with the scales that it left is unknown."""
+    scale = {"model.layers.0.self_attn.q_proj.weight_scale_inv": np.ones((1, 1), np.float32)}
+    make_left_over("fp8", **scale)
+    with pytest.raises(DamagedError, match=r"config\.json and the tensors disagree") as caught:
+        prep.save_init("./m", "init", quantized="dequantize")
+    assert "`model.layers.0.self_attn.q_proj.weight_scale_inv` is a scale" in caught.value.why
+    assert not Path("init").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("layers.0.q_proj.weight", "float8_e4m3fn", True),
+        ("layers.0.experts.gate_up_proj", "float8_e4m3fn", True),
+        ("layers.0.q_proj.W_q", "uint8", True),
+        ("layers.0.q_proj.weight_scale", "float32", True),
+        ("layers.0.experts.gate_up_proj_scale_inv", "bfloat16", True),
+        ("layers.0.q_proj.weight", "bfloat16", False),
+        ("logit_scale", "float32", False),
+        ("layer_scale.scale", "float32", False),
+        ("h.0.attn.bias", "uint8", False),
+        ("h.0.attn.mask", "bool", False),
+        ("embeddings.position_ids", "int64", False),
+    ],
+)
+def test_name_and_dtype_show_quantised_tensor(name: str, dtype: str, expected: bool):
+    assert may_be_quantized(name, dtype) is expected

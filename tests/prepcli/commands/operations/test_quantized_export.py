@@ -1,4 +1,4 @@
-"""`export` of decoded weights: the bytes of their quantised model, or the values with a note that says why."""
+"""Exports of decoded weights, and the scales beside them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,11 @@ import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError, UsageError
 from tests.helpers.quantized_folders import FORMATS, Arrays, make_mxfp4_experts, make_quantized
-from tests.helpers.run_cli import run_failing, run_ok
+from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import read_tensors
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
-
-
-@pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def assert_same_tensors(folder: str, original: str) -> None:
@@ -45,7 +40,7 @@ def edit_manifest(folder: str, edit: Callable[[dict[str, Any]], None]) -> None:
     path.write_text(json.dumps(manifest))
 
 
-def export_note(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def export_note(capsys: Capture, *words: str) -> str:
     """Export `init` to `exported`, and return the note on decoded weights. Empty without one."""
     capsys.readouterr()
     assert main(["export", "init", *words, "--out", "exported"]) == 0
@@ -115,6 +110,8 @@ def test_export_of_resharded_init_has_the_bytes_of_the_source():
     prep.reshard("init", "resharded", mesh="1,2,1", scan=False)
     prep.export("resharded", "exported", shard_size="100KB")
     assert_same_tensors("exported", "m")
+    run_ok("export", "init", "--workers", "2", "--out", "by-workers")
+    assert_same_tensors("by-workers", "m")
 
 
 @pytest.mark.parametrize("options", [{}, {"quantized_source": "./m"}])
@@ -133,13 +130,6 @@ def test_true_vocab_cuts_rows_of_quantised_exports(options: dict[str, Any]):
         prep.export("init", "other", true_vocab=size + 9, **options)
 
 
-def test_export_in_processes_has_the_bytes_of_the_source():
-    make_quantized(Path("m"), "fp8")
-    prep.save_init("./m", "init", quantized="dequantize")
-    run_ok("export", "init", "--workers", "2", "--out", "exported")
-    assert_same_tensors("exported", "m")
-
-
 def test_export_of_decoded_verbatim_model_equals_the_source():
     make_quantized(Path("m"), "fp8")
     config_path = Path("m/config.json")
@@ -150,7 +140,7 @@ def test_export_of_decoded_verbatim_model_equals_the_source():
     assert_same_tensors("exported", "m")
 
 
-def test_missing_source_leaves_the_values(capsys: pytest.CaptureFixture[str]):
+def test_missing_source_leaves_the_values(capsys: Capture):
     make_quantized(Path("m"), "gptq")
     prep.save_init("./m", "init", quantized="dequantize")
     Path("m").rename("moved")
@@ -164,7 +154,7 @@ def test_missing_source_leaves_the_values(capsys: pytest.CaptureFixture[str]):
     assert prep.verify("moved", "exported")
 
 
-def test_source_with_other_headers_leaves_the_values(capsys: pytest.CaptureFixture[str]):
+def test_source_with_other_headers_leaves_the_values(capsys: Capture):
     make_quantized(Path("m"), "fp8")
     prep.save_init("./m", "init", quantized="dequantize")
     Path("m").rename("moved")
@@ -173,7 +163,7 @@ def test_source_with_other_headers_leaves_the_values(capsys: pytest.CaptureFixtu
     assert_values()
 
 
-def test_unquantised_source_leaves_the_values(capsys: pytest.CaptureFixture[str]):
+def test_unquantised_source_leaves_the_values(capsys: Capture):
     make_quantized(Path("m"), "fp8")
     prep.save_init("./m", "init", quantized="dequantize")
     Path("m").rename("moved")
@@ -182,7 +172,7 @@ def test_unquantised_source_leaves_the_values(capsys: pytest.CaptureFixture[str]
     assert_values()
 
 
-def test_model_of_the_hub_is_not_downloaded(capsys: pytest.CaptureFixture[str]):
+def test_model_of_the_hub_is_not_downloaded(capsys: Capture):
     make_quantized(Path("m"), "fp8")
     prep.save_init("./m", "init", quantized="dequantize")
     edit_manifest("init", lambda manifest: manifest["source"].update(name="owner/name"))
@@ -190,9 +180,7 @@ def test_model_of_the_hub_is_not_downloaded(capsys: pytest.CaptureFixture[str]):
     assert_values()
 
 
-def test_cached_model_of_the_hub_supplies_the_bytes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_cached_model_of_the_hub_supplies_the_bytes(monkeypatch: MonkeyPatch, capsys: Capture):
     commit = "0123456789" * 4
     snapshot = Path("hub/models--owner--name/snapshots", commit)
     snapshot.parent.mkdir(parents=True)
@@ -210,7 +198,7 @@ def test_cached_model_of_the_hub_supplies_the_bytes(
     assert_same_tensors("exported", str(snapshot))
 
 
-def test_output_that_names_itself_leaves_the_values(capsys: pytest.CaptureFixture[str]):
+def test_output_that_names_itself_leaves_the_values(capsys: Capture):
     make_quantized(Path("m"), "fp8")
     prep.save_init("./m", "init", quantized="dequantize")
     edit_manifest("init", lambda manifest: manifest["source"].update(name="init"))
@@ -242,38 +230,34 @@ def change_codes(stored: Arrays) -> None:
     codes[0, 0] ^= 1
 
 
-def test_other_quantized_source_is_refused():
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("./other", {}, r"(?s)\./other.*q_proj"),
+        ("./gptq", {}, "is not the source of init"),
+        ("./values", {}, "has no quantised bytes"),
+        ("./m", {"quantized": "dequantize"}, "has no effect"),
+    ],
+)
+def test_other_quantized_source_is_refused(source: str, options: dict[str, Any], message: str):
     make_quantized(Path("m"), "fp8")
-    make_quantized(Path("other"), "fp8", change=change_codes)
     prep.save_init("./m", "init", quantized="dequantize")
-    with pytest.raises(PrepError, match="q_proj") as caught:
-        prep.export("init", "exported", quantized_source="./other")
-    assert "./other" in caught.value.what
+    if source == "./other":
+        make_quantized(Path("other"), "fp8", change=change_codes)
+    elif source == "./gptq":
+        make_quantized(Path("gptq"), "gptq")
+    elif source == "./values":
+        prep.export("init", "values", quantized="dequantize")
+    kind = UsageError if source in {"./values", "./m"} else PrepError
+    with pytest.raises(kind, match=message):
+        prep.export("init", "exported", quantized_source=source, **options)
     assert not Path("exported").exists()
-
-
-def test_quantized_source_of_another_format_is_refused():
-    make_quantized(Path("m"), "fp8")
-    make_quantized(Path("other"), "gptq")
-    prep.save_init("./m", "init", quantized="dequantize")
-    with pytest.raises(PrepError, match="is not the source of init"):
-        prep.export("init", "exported", quantized_source="./other")
-
-
-def test_unquantised_source_of_bytes_is_refused():
-    make_quantized(Path("m"), "fp8")
-    prep.save_init("./m", "init", quantized="dequantize")
-    prep.export("init", "values", quantized="dequantize")
-    with pytest.raises(UsageError, match="has no quantised bytes"):
-        prep.export("init", "exported", quantized_source="./values")
 
 
 @pytest.mark.parametrize(
     "words", [("--dtype", "float32"), ("--keep-padding",), ("--layout", "hf-flax")]
 )
-def test_option_of_values_leaves_the_values(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-):
+def test_option_of_values_leaves_the_values(words: tuple[str, ...], capsys: Capture):
     make_quantized(Path("m"), "fp8")
     prep.save_init("./m", "init", quantized="dequantize")
     error = run_failing(capsys, 2, "export", "init", *words, "--quantized-source", "m")
@@ -288,21 +272,14 @@ def test_option_of_values_leaves_the_values(
         assert_values(dtype)
 
 
-def test_training_state_of_decoded_weights_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_training_state_of_decoded_weights_is_refused(capsys: Capture):
     make_quantized(Path("m"), "fp8")
     prep.save_init("./m", "init", quantized="dequantize")
     error = run_failing(capsys, 2, "export", "init", "--training-state")
     assert "`--training-state` is not supported with `--quantized keep`" in error
 
 
-def test_quantized_source_without_effect_is_refused():
-    make_quantized(Path("m"), "fp8")
-    prep.save_init("./m", "init", quantized="dequantize")
-    with pytest.raises(UsageError, match="has no effect"):
-        prep.export("init", "out", quantized="dequantize", quantized_source="./m")
-
-
-def test_source_with_other_values_ends_the_export(capsys: pytest.CaptureFixture[str]):
+def test_source_with_other_values_ends_the_export(capsys: Capture):
     make_quantized(Path("m"), "fp8")
     prep.save_init("./m", "init", quantized="dequantize")
     shutil.rmtree("m")
@@ -316,7 +293,7 @@ def test_source_with_other_values_ends_the_export(capsys: pytest.CaptureFixture[
     assert_values()
 
 
-def test_changed_weight_leaves_the_values(capsys: pytest.CaptureFixture[str]):
+def test_changed_weight_leaves_the_values(capsys: Capture):
     make_quantized(Path("m"), "fp8")
     prep.save_init("./m", "init", quantized="dequantize")
     edit_manifest("init", lambda manifest: manifest["quantized"][Q_PROJ].update(digest="0" * 32))
@@ -336,7 +313,7 @@ def test_verify_compares_an_init_with_its_quantised_source(name: str):
         assert prep.verify("./m", init)
 
 
-def test_verify_finds_a_difference_from_the_quantised_source(capsys: pytest.CaptureFixture[str]):
+def test_verify_finds_a_difference_from_the_quantised_source(capsys: Capture):
     make_quantized(Path("m"), "fp8")
     make_quantized(Path("other"), "fp8", change=change_codes)
     prep.save_init("./m", "init", quantized="dequantize")
@@ -346,7 +323,7 @@ def test_verify_finds_a_difference_from_the_quantised_source(capsys: pytest.Capt
         assert Q_PROJ in capsys.readouterr().err
 
 
-def test_verify_decodes_to_the_dtype_of_the_init(capsys: pytest.CaptureFixture[str]):
+def test_verify_decodes_to_the_dtype_of_the_init(capsys: Capture):
     make_quantized(Path("m"), "gptq")
     prep.save_init("./m", "init", quantized="dequantize", dtype="float32")
     assert main(["verify", "init", "./m"]) == 1
@@ -364,3 +341,123 @@ def test_export_of_mxfp4_has_the_bytes_of_the_source(mesh: str | None, exponents
     prep.export("init", "exported")
     assert_same_tensors("exported", "m")
     assert quantization_config("exported") == quantization_config("m")
+
+
+# Scales of dequantised weights: leaves of the init that conversions keep and training ignores
+
+
+def manifest_of(folder: str) -> dict[str, Any]:
+    return json.loads(Path(folder, "prep-manifest.json").read_text())
+
+
+def dequantize(name: str, **options: Any) -> dict[str, np.ndarray]:
+    """Write the init of a quantised model, and return the stored tensors other than codes and float weights."""
+    values = make_quantized(Path("m"), name)
+    prep.save_init("./m", "init", quantized="dequantize", **options)
+    codes = {record["codes"] for record in manifest_of("init")["quantized"].values()}
+    stored = read_tensors(Path("m"))
+    return {key: stored[key] for key in stored.keys() - codes - values.keys()}
+
+
+def restore_with_orbax(folder: str) -> dict[str, Any]:
+    import orbax.checkpoint as ocp
+
+    return ocp.PyTreeCheckpointer().restore(Path(folder).absolute())
+
+
+def stack_layers(scales: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the leaves of scales of 3 layers, as Orbax names them."""
+    leaves: dict[str, np.ndarray] = {}
+    for name in scales:
+        if ".0." in name:
+            layers = [scales[name.replace(".0.", f".{layer}.")] for layer in range(3)]
+            leaves[name.replace(".0.", ".*.")] = np.stack(layers)
+    return leaves
+
+
+@pytest.mark.parametrize("mesh", [None, "1,2,2"])
+@pytest.mark.parametrize("name", slow_except(FORMATS, ["fp8", "compressed-nvfp4", "awq", "nf4"]))
+def test_scales_are_leaves_below_quantization(name: str, mesh: str | None):
+    scales = dequantize(name, mesh=mesh, pad_vocab="no" if mesh is None else "auto")
+    leaves = restore_with_orbax("init")["quantization"]
+    expected = stack_layers(scales)
+    assert {*leaves} == {*expected}
+    for key, array in expected.items():
+        leaf = np.asarray(leaves[key])
+        assert (leaf.dtype, leaf.shape) == (array.dtype, array.shape)
+        assert leaf.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("name", slow_except(FORMATS, ["fp8", "compressed-nvfp4", "awq", "nf4"]))
+def test_manifest_records_format_codes_and_digest(name: str):
+    dequantize(name)
+    manifest = manifest_of("init")
+    assert len(manifest["quantized"]) == 21
+    stored = read_tensors(Path("m"))
+    for key, record in manifest["quantized"].items():
+        codes = stored[record["codes"]]
+        assert record["format"] == FORMATS[name].settings["quant_method"]
+        assert (record["dtype"], tuple(record["shape"])) == (codes.dtype.name, codes.shape)
+        assert [[0, manifest["tensors"][key]["shape"][0], record["digest"]]] == (
+            manifest["tensors"][key]["digests"]
+        )
+
+
+@pytest.mark.parametrize("name", ["fp8", "compressed-int4", "nf4"])
+def test_reshard_carries_scales(name: str):
+    scales = dequantize(name)
+    prep.reshard("init", "resharded", mesh="1,2,1", scan=False)
+    prep.reshard("resharded", "again", mesh="2,1,1", scan=True)
+    for key in ("quantization", "quantized", "slots"):
+        assert manifest_of("again")[key] == manifest_of("init")[key]
+    leaves = restore_with_orbax("again")["quantization"]
+    for key, array in stack_layers(scales).items():
+        assert np.asarray(leaves[key]).tobytes() == array.tobytes()
+    assert prep.verify("again")
+
+
+def test_params_only_copy_has_no_scales():
+    dequantize("fp8")
+    conversion = prep.reshard("init", "bare", params_only=True)
+    dropped = conversion.details["accounting"]["dropped"]
+    assert [tensor["rule"] for tensor in dropped] == ["scales of quantised weights"]
+    assert "quantization" not in restore_with_orbax("bare")
+    assert "quantized" not in manifest_of("bare")
+
+
+def test_first_layers_have_their_scales():
+    make_quantized(Path("m"), "compressed-fp8")
+    prep.save_init("./m", "init", quantized="dequantize", layers=2)
+    leaves = restore_with_orbax("init")["quantization"]
+    assert {np.asarray(leaf).shape[0] for leaf in leaves.values()} == {2}
+    assert len(manifest_of("init")["quantized"]) == 14
+
+
+def test_load_params_ignores_scales():
+    dequantize("fp8")
+    params = prep.load_params("init")
+    assert {*params} == {"embed", "final_norm", "head", "layers"}
+
+
+def test_verify_finds_a_changed_scale(capsys: Capture):
+    dequantize("fp8")
+    assert prep.verify("init")
+    manifest = manifest_of("init")
+    records = manifest["slots"]["quantization"]
+    records["model.layers.1.mlp.up_proj.weight_scale_inv"]["digests"][0][2] = "0" * 32
+    del manifest["digest"], manifest["files"]
+    Path("init/prep-manifest.json").write_text(json.dumps(manifest))
+    capsys.readouterr()
+    assert main(["verify", "init"]) == 1
+    assert "model.layers.1.mlp.up_proj.weight_scale_inv" in capsys.readouterr().err
+
+
+def test_missing_leaf_of_scales_is_an_error(capsys: Capture):
+    dequantize("fp8")
+    manifest = manifest_of("init")
+    records = manifest["slots"]["quantization"]
+    records["model.layers.7.extra_scale"] = {"dtype": "float32", "shape": [2], "digests": []}
+    del manifest["digest"], manifest["files"]
+    Path("init/prep-manifest.json").write_text(json.dumps(manifest))
+    assert main(["verify", "init"]) == 1
+    assert "lacks the leaf quantization.model.layers.7.extra_scale" in capsys.readouterr().err
