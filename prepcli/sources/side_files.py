@@ -26,7 +26,7 @@ from prepcli.formats.registry import INDEX_FILES, SUFFIXES
 from prepcli.formats.torch_dcp import METADATA_FILE as DCP_METADATA_FILE
 from prepcli.planning.item_storage import ZARR2, ZARR3
 from prepcli.sources.references import CONFIG
-from prepcli.stores.files import list_folder
+from prepcli.stores.files import is_utf8, list_folder
 from prepcli.stores.paths import (
     SMALL_NBYTES,
     AnyPath,
@@ -220,6 +220,7 @@ def select_side_files(files: Iterable[ListedFile], patterns: Sequence[str] = ())
     """Select the side files of a model from a listing of its folder, local or remote."""
     copied: list[str] = []
     left: list[str] = []
+    omitted: list[str] = []
     by_folder: dict[str, list[ListedFile]] = {}
     for file in sorted(files, key=attrgetter("name")):
         folder, slash, _ = file.name.partition("/")
@@ -227,9 +228,12 @@ def select_side_files(files: Iterable[ListedFile], patterns: Sequence[str] = ())
             continue
         if slash:
             by_folder.setdefault(folder, []).append(file)
-        elif file.name not in SKIPPED_NAMES and not is_weight_file(file.name):
+        elif file.name in SKIPPED_NAMES or is_weight_file(file.name):
+            continue
+        elif is_utf8(file.name):
             _sort_by_kind(file.name, patterns, copied, left)
-    omitted: list[str] = []
+        else:
+            omitted.append(f"{_printable(file.name)} (not UTF-8)")
     for folder, nested in by_folder.items():
         reasons = _omitted_folders(folder, nested)
         omitted += [f"{_printable(name)}/ ({reason})" for name, reason in reasons.items()]

@@ -41,6 +41,15 @@ LFS_PREFIX = b"version https://git-lfs"
 MAX_LFS_POINTER_NBYTES = 1024
 
 
+def is_utf8(name: str) -> bool:
+    """Return whether a name is UTF-8. Other bytes of a name are halves of surrogate pairs in Python."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def name_fault(name: str) -> str:
     """Return why a text cannot be the name of a file or folder of an output, or empty if it can.
 
@@ -51,6 +60,8 @@ def name_fault(name: str) -> str:
         return "a name is not empty, `.` or `..`"
     if _INVALID_CHARACTER.search(name):
         return "a name has no slash and no control character"
+    if not is_utf8(name):
+        return "a name is UTF-8, as the JSON that records it"
     nbytes = len(os.fsencode(name))
     if nbytes > MAX_NAME_NBYTES:
         return f"a name has at most {MAX_NAME_NBYTES} bytes, and this one has {nbytes:,}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from prepcli.commands.operations.operation import reject_without
 from prepcli.commands.operations.options import DEFAULT_MEMORY
 from prepcli.core.errors import Option, OutputExistsError, text, usage_error
 from prepcli.core.formatting import count_text, format_bytes
+from prepcli.core.json_values import quote_name
 from prepcli.core.observer import Observer
 from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.engine.budget import parse_memory
@@ -32,6 +33,7 @@ from prepcli.stores.addresses import ObjectStoreUrl, check_local_path, is_url, p
 from prepcli.stores.files import (
     check_parent_folder,
     io_error,
+    is_utf8,
     read_small_file,
     stat_file,
     write_file,
@@ -328,6 +330,14 @@ def source_line(source: Source) -> str:
     if len(source.files) > 1:
         parts.append(count_text(len(source.files), "file"))
     return "  ".join(parts)
+
+
+def check_recorded_names(names: Iterable[str]) -> None:
+    """Raise UsageError for a name that no manifest and no lock can record: JSON is UTF-8."""
+    for name in names:
+        if not is_utf8(name):
+            what = f"{quote_name(name)} is not UTF-8"
+            raise usage_error(what, "outputs record it in JSON", "rename it")
 
 
 # --- The place of an output

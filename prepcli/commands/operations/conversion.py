@@ -17,6 +17,7 @@ from prepcli.commands.operations.checkpoint_options import (
     CommonOptions,
     check_config_option,
     check_output_location,
+    check_recorded_names,
     open_checkpoint,
     recorded_values,
     source_line,
@@ -114,6 +115,7 @@ class OpenedConversion:
         source = self.source
         command = f"{self.command} {arguments}".rstrip()
         line = format_command_line(command, source.display_name, options, recorded_values(values))
+        check_recorded_names([line])
         plan = make_plan(draft, placed, command=self.command, request=line, name=name)
         plan = self._with_origin(plan)
         check_index_size(plan)
@@ -276,6 +278,7 @@ def open_conversion(
     requested_share(common.process_options.processes, os.environ)
     parse_out_url(common.out)
     located, source = open_checkpoint(common, recorder, is_candidate, allow_adapters=allow_adapters)
+    check_recorded_names([source.display_name, *(stamp.path for stamp in source.file_stamps)])
     if common.config is not None:
         check_config_option(source)
     if common.stream:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Unpack
 
 from prepcli.commands.operations.checkpoint_options import (
+    check_recorded_names,
     check_result_path,
     common_options,
     open_checkpoint,
@@ -86,6 +87,7 @@ def lock(
     if common.stream:
         check_stream(located)
     observer.note(source_line(source))
+    check_recorded_names([source.display_name, *(stamp.path for stamp in source.file_stamps)])
     # The name of the folder, e.g. `m-init`, and not the one of the model in its manifest.
     name = Path(source.display_name).name or located.model_name
     is_local = not located.files.is_remote and located.files.commit is None

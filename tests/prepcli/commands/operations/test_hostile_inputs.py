@@ -17,13 +17,14 @@ from safetensors.numpy import save_file
 
 import prepcli as prep
 from prepcli.commands.cli.main import main
+from prepcli.core.errors import OK, USAGE
 from prepcli.formats.manifest import MANIFEST_FILE
 from tests.helpers import towers
 from tests.helpers.fuzz_commands import run_samples
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.object_server import use_objects
 from tests.helpers.quantized_folders import make_quantized
-from tests.helpers.run_cli import Capture, MonkeyPatch, run_ok
+from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.store_sites import read_files
 from tests.helpers.stored_tensors import safetensors_bytes, write_safetensors
@@ -262,6 +263,33 @@ FORMS = tuple(
 FAST_NAMES = ("parent", "below another", "NUL", "one byte more", "longest name")
 # Names of towers that no folder may have, as a file of `--storage files` or below another one.
 TOWER_NAMES = ("../../escaped", "NUL\0", "m" * 300, "x/../../../escaped")
+
+
+@pytest.mark.parametrize("command", ["save-init", "pad-vocab --multiple 8", "lock"])
+def test_name_that_no_manifest_can_record_is_refused(
+    command: str, capsys: pytest.CaptureFixture[str]
+):
+    """The output would have a manifest that prep does not read: JSON is UTF-8."""
+    make_checkpoint(Path("m"), LLAMA)
+    Path("m").rename(os.fsdecode(b"mod\xe9le"))
+    make_checkpoint(Path("renamed"), LLAMA)
+    Path("renamed/model.safetensors.index.json").unlink()
+    for number, path in enumerate(sorted(Path("renamed").glob("*.safetensors"))):
+        path.rename(path.with_name(os.fsdecode(b"p\xe9%d.safetensors" % number)))
+    for source in (os.fsdecode(b"mod\xe9le"), "renamed"):
+        name, *options = command.split()
+        error = run_failing(capsys, USAGE, name, source, *options, "--out", "out")
+        assert "is not UTF-8" in error
+        assert not Path("out").exists()
+
+
+def test_side_file_without_a_utf8_name_is_left_out(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("m"), LLAMA)
+    Path("m", os.fsdecode(b"caf\xe9.txt")).write_text("notes")
+    assert main(["pad-vocab", "m", "--multiple", "8", "--out", "padded"]) == OK
+    assert "left out: caf\\udce9.txt (not UTF-8)" in capsys.readouterr().err
+    run_ok("verify", "padded", "m")
+    assert not any(path.suffix == ".txt" for path in Path("padded").iterdir())
 
 
 def writes_inside(capsys: Capture, *words: str) -> bool:
