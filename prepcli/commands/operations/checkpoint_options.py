@@ -333,11 +333,11 @@ def source_line(source: Source) -> str:
 
 
 def check_recorded_names(names: Iterable[str]) -> None:
-    """Raise UsageError for a name that no manifest and no lock can record: JSON is UTF-8."""
+    """Raise UsageError for a name that no manifest, lock or map can record: they are UTF-8."""
     for name in names:
         if not is_utf8(name):
             what = f"{quote_name(name)} is not UTF-8"
-            raise usage_error(what, "outputs record it in JSON", "rename it")
+            raise usage_error(what, "outputs record it as UTF-8", "rename it")
 
 
 # --- The place of an output

@@ -17,6 +17,7 @@ from typing import Unpack
 
 from prepcli.commands.operations.checkpoint_options import (
     CommonOptions,
+    check_recorded_names,
     check_result_path,
     common_options,
     open_checkpoint,
@@ -496,6 +497,7 @@ def suggest_map(
         raise usage_error(f"{source.display_name} needs no map", why, hint)
     target_common = replace(common, checkpoint=str(target), revision=None, config=None)
     _, target_source = _open(target_common, observer)
+    check_recorded_names([source.display_name, target_source.display_name])
     path = Path(out) if out is not None else Path(f"{Path(located.model_name).name}{MAP_SUFFIX}")
     check_result_path(path)
     # If all float tensors have one dtype, the values are compared in it.

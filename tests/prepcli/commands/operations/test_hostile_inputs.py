@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -290,6 +291,13 @@ def test_side_file_without_a_utf8_name_is_left_out(capsys: pytest.CaptureFixture
     assert "left out: caf\\udce9.txt (not UTF-8)" in capsys.readouterr().err
     run_ok("verify", "padded", "m")
     assert not any(path.suffix == ".txt" for path in Path("padded").iterdir())
+
+
+def test_map_of_a_name_that_is_not_utf8_is_refused(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("m"), LLAMA)
+    shutil.copytree("m", os.fsdecode(b"mod\xe9le"))
+    error = run_failing(capsys, USAGE, "map", "suggest", os.fsdecode(b"mod\xe9le"), "m")
+    assert "is not UTF-8" in error
 
 
 def writes_inside(capsys: Capture, *words: str) -> bool:
