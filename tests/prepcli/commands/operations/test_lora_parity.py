@@ -1,8 +1,10 @@
-"""Adapters of PEFT and of prep, where peft is installed: equal logits, losses and gradients in both directions."""
+"""Adapters of PEFT and of prep: equal logits, losses, gradients, merges and training steps."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from prepcli.commands.cli.main import main
-from prepcli.core.errors import OK
+from prepcli.core.errors import FAILED, OK
 from prepcli.models.param_tree import flatten_tree
 from prepcli.models.registry import FAMILIES
+from prepcli.planning.libraries import Case
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.locate import locate
 from prepcli.sources.openers.peft_settings import read_adapter_family
@@ -22,9 +26,11 @@ from prepcli.sources.openers.tensor_files import open_adapter
 from prepcli.sources.opening import open_source
 from tests.helpers import runs
 from tests.helpers.lazy_modules import lazy_module
+from tests.helpers.run_cli import Capture, MonkeyPatch
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, GPT_NEO, LLAMA, make_checkpoint
-from tests.helpers.training_folder import make_training_folder
+from tests.helpers.training_folder import WORDS, make_training_folder, write_tokenizer
+from tests.trainer.run.test_train import read_losses
 from trainer.nn import transformer
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model
 from trainer.training.checkpoint import init_state
@@ -33,7 +39,6 @@ from trainer.training.step import StepSetup
 torch = lazy_module("torch")
 transformers = lazy_module("transformers")
 peft = lazy_module("peft")
-
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12) * 5 % 131
 CASES = {
     "llama": (LLAMA, ["q_proj", "v_proj", "down_proj"]),
@@ -47,8 +52,7 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _work_dir(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
 
@@ -191,3 +195,331 @@ def test_trained_adapter_has_equal_logits_in_peft(config: dict[str, Any]):
     np.testing.assert_allclose(adapted, logits, atol=2e-5)
     np.testing.assert_allclose(merged, logits, atol=2e-5)
     assert np.abs(adapted - base).max() > 1e-3
+
+
+# Settings of adapters that PEFT and prep share: equal logits and equal merges, in both directions
+
+
+LOGITS = {"atol": 2e-5, "rtol": 0}
+
+
+@dataclass(frozen=True)
+class SettingsCase:
+    """An adapter: the model, the table of a recipe, and the settings of PEFT."""
+
+    config: dict[str, Any]
+    recipe: str
+    peft: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+SETTINGS_CASES = {
+    "patterns": SettingsCase(
+        LLAMA,
+        'rank = 4\ntargets = ["attn.*", "mlp.*"]\nrank_pattern = {"mlp.down" = 8, "q_proj" = 2}\n'
+        'alpha_pattern = {"attn.[kv]" = 3.5}\n',
+        {
+            "target_modules": ["q_proj", "k_proj", "down_proj"],
+            "rank_pattern": {"mlp.down_proj": 8, "^model.layers.[0-9]+.self_attn.q_proj": 2},
+            "alpha_pattern": {".*k_proj": 3},
+        },
+    ),
+    "patterns-gpt2": SettingsCase(
+        GPT2,
+        'rank = 4\ntargets = ["attn.*", "mlp.*"]\nrank_pattern = {"attn.o" = 8}\n',
+        {
+            "target_modules": ["c_attn", "c_proj"],
+            "rank_pattern": {"attn.c_proj": 8},
+            "fan_in_fan_out": True,
+        },
+    ),
+    "all-linear": SettingsCase(
+        LLAMA, 'rank = 4\ntargets = "all-linear"\n', {"target_modules": "all-linear"}
+    ),
+    "all-linear-moe": SettingsCase(
+        FAMILY_CONFIGS["qwen2_moe"],
+        'rank = 4\ntargets = "all-linear"\n',
+        {"target_modules": "all-linear"},
+    ),
+    "saved": SettingsCase(
+        LLAMA,
+        'rank = 4\nmodules_to_save = ["embed.tokens", "head"]\n',
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    ),
+    "saved-tied": SettingsCase(
+        FAMILY_CONFIGS["opt"],
+        'rank = 4\nmodules_to_save = ["embed.tokens"]\n',
+        {
+            "target_modules": ["q_proj"],
+            "modules_to_save": ["embed_tokens"],
+            "ensure_weight_tying": True,
+        },
+    ),
+    "experts": SettingsCase(
+        FAMILY_CONFIGS["mixtral"],
+        'rank = 4\ntarget_parameters = ["mlp.*"]\n',
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+    ),
+    "experts-transposed": SettingsCase(
+        FAMILY_CONFIGS["gpt_oss"],
+        'rank = 4\ntargets = []\ntarget_parameters = ["mlp.down"]\nuse_rslora = true\n',
+        {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]},
+    ),
+}
+DEFAULT_CASES = ["saved-tied", "experts"]
+
+
+def our_logits(base: str, adapter: str) -> np.ndarray:
+    """Compute the logits of a model with an adapter with prep."""
+    model, params = load_ours(base, adapter)
+    tokens = jnp.asarray(TOKENS)
+    return np.asarray(
+        jax.jit(lambda p: transformer.compute_logits(p, tokens, model, ForwardConfig()))(params)
+    )
+
+
+def torch_logits(model: Any) -> np.ndarray:
+    """Compute the logits of a model of torch."""
+    with torch.no_grad():
+        return model(torch.from_numpy(TOKENS).long()).logits.numpy()
+
+
+def check_merge(base: str, adapter: str) -> None:
+    """Compare the merge of prep with that of PEFT: each tensor of its state dict, within a rounding."""
+    assert main(["merge", adapter, base, "--out", "merged", "-q"]) == OK
+    model = peft.PeftModel.from_pretrained(load_torch_model(base), adapter).merge_and_unload()
+    expected = {name: values.numpy() for name, values in model.state_dict().items()}
+    merged = load_torch_model("merged").state_dict()
+    assert merged.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(merged[name].numpy(), values, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("name", slow_except(list(SETTINGS_CASES), DEFAULT_CASES))
+def test_trained_adapter_is_the_same_in_peft(name: str):
+    case = SETTINGS_CASES[name]
+    make_training_folder(case.config)
+    recipe = Path("recipe.toml")
+    content = recipe.read_text().replace("tiny-init", "tiny")
+    recipe.write_text(f"{content}\n[lora]\n{case.recipe}")
+    assert main(["train", "recipe.toml", "--set", "train.steps=4", "-q"]) == OK
+    assert main(["export", "runs/recipe", "--out", "adapter", "-q"]) == OK
+    base = torch_logits(load_torch_model("tiny"))
+    loaded = peft.PeftModel.from_pretrained(load_torch_model("tiny"), "adapter")
+    adapted = torch_logits(loaded)
+    np.testing.assert_allclose(our_logits("tiny", "adapter"), adapted, **LOGITS)
+    assert np.abs(adapted - base).max() > 1e-3
+    check_merge("tiny", "adapter")
+
+
+def make_peft_adapter(case: SettingsCase) -> Any:
+    """Write a tiny model, `base`, and an adapter of PEFT with random values, and return the model with it."""
+    make_checkpoint(Path("base"), case.config)
+    settings = peft.LoraConfig(r=4, lora_alpha=6, **case.peft)
+    model = peft.get_peft_model(load_torch_model("base"), settings)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.2)
+    model.save_pretrained("adapter")
+    return model
+
+
+@pytest.mark.parametrize("name", slow_except(list(SETTINGS_CASES), DEFAULT_CASES))
+def test_adapter_of_peft_is_the_same_in_prep(name: str):
+    expected = torch_logits(make_peft_adapter(SETTINGS_CASES[name]))
+    np.testing.assert_allclose(our_logits("base", "adapter"), expected, **LOGITS)
+    check_merge("base", "adapter")
+
+
+def test_adapter_of_peft_with_an_embedding_that_it_does_not_tie_is_an_error(
+    capsys: pytest.CaptureFixture[str],
+):
+    """PEFT ties `embed_tokens` alone. It warns, and trains only the embedding of GPT-2."""
+    settings = {"modules_to_save": ["wte"], "ensure_weight_tying": True, "fan_in_fan_out": True}
+    make_peft_adapter(Case(GPT2, "", {"target_modules": ["c_attn"], **settings}))
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
+    assert "a trained embedding without its head is not supported" in capsys.readouterr().err
+
+
+def test_adapter_of_peft_with_an_untied_embedding_is_an_error(capsys: Capture):
+    case = SETTINGS_CASES["saved-tied"]
+    make_peft_adapter(SettingsCase(case.config, "", case.peft | {"ensure_weight_tying": False}))
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
+    error = capsys.readouterr().err
+    assert "modules_to_save without ensure_weight_tying is not supported" in error
+
+
+@pytest.mark.parametrize(
+    "name", slow_except(["patterns", "saved", "saved-tied", "experts"], ["saved"])
+)
+def test_adapter_of_peft_is_continued(name: str):
+    case = SETTINGS_CASES[name]
+    make_training_folder(case.config)
+    settings = peft.LoraConfig(r=4, lora_alpha=6, **case.peft)
+    model = peft.get_peft_model(load_torch_model("tiny"), settings)
+    model.save_pretrained("adapter")
+    recipe = Path("recipe.toml")
+    # The vocabulary of `tiny-init` is padded, and that of the adapter is not.
+    recipe.write_text(f'{recipe.read_text()}\n[lora]\npath = "adapter"\n')
+    assert main(["train", "recipe.toml", "--set", "train.steps=4", "-q"]) == OK
+    assert main(["export", "runs/recipe", "--out", "next", "-q"]) == OK
+    first = load_file("adapter/adapter_model.safetensors")
+    second = load_file("next/adapter_model.safetensors")
+    assert second.keys() == first.keys()
+    for tensor, values in second.items():
+        assert values.shape == first[tensor].shape
+        assert not np.array_equal(values, first[tensor])
+    # Embeddings have moved from the values of the adapter by a few steps of Adam.
+    for tensor in first.keys() - {tensor for tensor in first if ".lora_" in tensor}:
+        assert np.abs(second[tensor] - first[tensor]).max() < 0.05
+    check_merge("tiny", "next")
+
+
+# Three steps of AdamW on an adapter of PEFT: prep in float32 against PEFT and torch in float64
+
+
+STEPS = 3
+BATCH = 8
+LENGTH = 16
+LEARNING_RATE = 1e-2
+WEIGHT_DECAY = 0.1
+# With eps = 1e-8, rounding errors decide the sign of the smallest updates.
+EPS = 1e-6
+RECIPE = f"""\
+mesh = "1,2,4"
+[model]
+path = "init"
+[data]
+type = "ids"
+path = "ids.npy"
+seq_length = {LENGTH}
+shuffle = false
+[batch]
+size = {BATCH}
+[optimizer]
+lr = {LEARNING_RATE}
+schedule = "constant"
+b1 = 0.9
+b2 = 0.99
+eps = {EPS}
+weight_decay = {WEIGHT_DECAY}
+clip_norm = 1.0
+[train]
+steps = {STEPS}
+log_every = 1
+[checkpoint]
+every = 0
+[lora]
+path = "adapter"
+"""
+# Base model, and settings of PEFT.
+STEP_CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": (LLAMA, {"target_modules": ["q_proj", "v_proj", "down_proj"]}),
+    "all": (
+        LLAMA,
+        {
+            "target_modules": "all-linear",
+            "rank_pattern": {"mlp.down_proj": 8, "^model.layers.[0-9]+.self_attn.q_proj": 2},
+            "alpha_pattern": {".*k_proj": 3},
+            "modules_to_save": ["embed_tokens", "lm_head"],
+            "use_rslora": True,
+        },
+    ),
+    "tied": (
+        FAMILY_CONFIGS["opt"],
+        {
+            "target_modules": ["q_proj", "fc1"],
+            "modules_to_save": ["embed_tokens"],
+            "ensure_weight_tying": True,
+        },
+    ),
+    "transposed": (
+        GPT2,
+        {
+            "target_modules": ["c_attn", "c_proj"],
+            "rank_pattern": {"attn.c_proj": 8},
+            "fan_in_fan_out": True,
+        },
+    ),
+    "experts": (
+        FAMILY_CONFIGS["mixtral"],
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            "use_rslora": True,
+        },
+    ),
+    "experts-transposed": (
+        FAMILY_CONFIGS["gpt_oss"],
+        {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
+    ),
+}
+
+
+def make_adapter(config: dict[str, Any], settings: dict[str, Any]) -> Any:
+    """Write a tiny model and a random adapter of PEFT, and return the model with it in float64."""
+    make_checkpoint(Path("base"), config)
+    write_tokenizer(Path("base"))
+    # The grouped product of experts has no float64.
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        "base", dtype=torch.float32, experts_implementation="eager"
+    )
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=6, **settings))
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            # B is not zero, so that the first gradient of A is not zero either.
+            parameter.data.normal_(std=0.1)
+    model.save_pretrained("adapter")
+    return model.double()
+
+
+def train_with_torch(model: Any, ids: np.ndarray) -> list[float]:
+    """Take all steps on the adapter of a model, write it to `expected`, and return the losses."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert {parameter.dtype for parameter in parameters} == {torch.float64}
+    optimizer = torch.optim.AdamW(
+        parameters, lr=LEARNING_RATE, betas=(0.9, 0.99), eps=EPS, weight_decay=WEIGHT_DECAY
+    )
+    losses: list[float] = []
+    for batch in torch.from_numpy(ids).split(BATCH):
+        optimizer.zero_grad()
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    model.save_pretrained("expected")
+    return losses
+
+
+@pytest.mark.parametrize("name", slow_except(list(STEP_CASES), ["all"]))
+def test_steps_of_adapters_equal_those_of_peft(name: str):
+    config, settings = STEP_CASES[name]
+    model = make_adapter(config, settings)
+    random = np.random.default_rng(5)
+    # 0 and 1 are special tokens of some models.
+    ids = np.cumsum(random.integers(0, 3, (STEPS * BATCH, LENGTH)), axis=1) % (len(WORDS) - 2) + 2
+    np.save("ids.npy", ids)
+    Path("recipe.toml").write_text(RECIPE)
+    assert main(["save-init", "base", "--out", "init", "--pad-vocab", "8", "-q"]) == OK
+    assert main(["train", "recipe.toml", "--out", "run", "-q"]) == OK
+    assert main(["export", "run", "--out", "actual", "-q"]) == OK
+
+    losses = train_with_torch(model, ids)
+    assert read_losses("run") == pytest.approx(losses, rel=1e-6)
+    before = load_file("adapter/adapter_model.safetensors")
+    expected = load_file("expected/adapter_model.safetensors")
+    actual = load_file("actual/adapter_model.safetensors")
+    assert actual.keys() == expected.keys()
+    for tensor, values in expected.items():
+        change = values - before[tensor]
+        assert np.abs(change).max() > LEARNING_RATE
+        error = actual[tensor] - values
+        # Adam divides small gradients by their size, so that their rounding errors are the largest. PEFT in float32
+        # differs from its float64 by up to 1.7e-3 of the learning rate, and by up to 7e-5 of the change.
+        assert np.abs(error).max() < 1e-3 * LEARNING_RATE, tensor
+        assert np.linalg.norm(error) < 1e-4 * np.linalg.norm(change), tensor
