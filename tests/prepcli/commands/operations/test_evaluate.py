@@ -185,6 +185,7 @@ def test_evaluate_of_the_api_returns_the_report(work_dir: Path, capsys: Capture)
     assert prep.evaluate("tiny", "a.txt", seq_length=LENGTH).loss == result.loss
 
 
+@pytest.mark.slow
 def test_perplexity_equals_transformers(work_dir: Path, capsys: Capture):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -247,6 +248,7 @@ def write_pairs(pairs: list[dict[str, str]]) -> None:
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
 
 
+@pytest.mark.slow
 def test_metrics_compare_generated_targets(capsys: Any):
     """The references are the model's own outputs, except for one of four."""
     pytest.importorskip("rouge_score")
@@ -385,6 +387,7 @@ def test_hints_of_eval_replace_recipe_keys_by_options(key: Key, hint: str):
     assert text("{}", key).render(Style("terminal", rename_key=option_of_key)) == hint
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_models")
 def test_model_without_positions_has_the_default_length(capsys: Capture):
     Path("a.jsonl").write_text('{"prompt": "w1 w2", "text": "w1 w2 w3"}\n' * 3)

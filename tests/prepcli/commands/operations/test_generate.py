@@ -93,6 +93,7 @@ def test_missing_platform_is_an_error_before_weights_are_read(
     assert lines[:2] == ["error: JAX found no devices", "  why: Unable to initialize backend 'foo'"]
 
 
+@pytest.mark.slow
 def test_generate_reads_any_step_of_a_run(work_dir: Path, capsys: Capture):
     Path("text.txt").write_text(" ".join(WORDS[number] for number in 1 + np.arange(2000) % 7))
     Path("r.toml").write_text(

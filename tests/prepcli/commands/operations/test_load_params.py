@@ -101,6 +101,7 @@ def test_nnx_update_takes_a_tree_of_prep(model: Path):
     assert module.params["embed"]["tokens"] is params["embed"]["tokens"]
 
 
+@pytest.mark.slow
 def test_modules_compute_encoder_decoder_logits(tmp_path: Path):
     nnx = pytest.importorskip("flax.nnx")
     make_checkpoint(tmp_path / "t5", FLAX_CONFIGS["t5"])

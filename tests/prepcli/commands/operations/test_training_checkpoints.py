@@ -478,6 +478,7 @@ def test_checkpoints_without_averages_are_errors(capsys):
     assert lines[0] == "error: run has averages of some parameters only"
 
 
+@pytest.mark.slow
 def test_export_of_averaged_adapters_has_their_values():
     make_training_folder()
     recipe = Path("recipe.toml")
