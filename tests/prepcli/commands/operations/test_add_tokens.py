@@ -335,9 +335,9 @@ def test_functions_take_the_same_arguments():
         prep.add_tokens("./m", "added")
 
 
-def write_inputs(*tokens: str, kind: str = "byte-level", **options: int) -> None:
+def write_inputs(*tokens: str, kind: str = "byte-level", padding: int = 0) -> None:
     """Write a model, and a list of new tokens."""
-    write_model(Path("m"), kind, **options)
+    write_model(Path("m"), kind, padding=padding)
     write_json(Path("tokens.json"), list(tokens or CONTENTS))
 
 

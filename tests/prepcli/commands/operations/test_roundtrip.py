@@ -141,7 +141,7 @@ def write_torchtitan() -> str:
     ],
 )
 def test_way_that_a_model_does_not_have_is_not_available(
-    write: Callable[[], str], ways: list[str], reason: str
+    write: Callable[[], str], ways: list[Any], reason: str
 ):
     certificate = prep.roundtrip(write(), layout=["init", *ways])
     assert certificate
