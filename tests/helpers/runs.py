@@ -19,7 +19,7 @@ from prepcli.models.param_tree import Tree
 from prepcli.models.registry import FAMILIES
 from prepcli.models.rule_text import merge_rules
 from prepcli.planning.manifest_fields import Manifest
-from trainer.data.order import SampleOrder
+from trainer.data.order import RowOrder
 from trainer.data.packing import PackedDataset
 from trainer.data.store import MappedTokens
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
@@ -169,7 +169,7 @@ def make_job(
         setup=setup,
         recipe=recipe,
         steps=steps,
-        order=SampleOrder(n_rows=train.n_rows, batch_size=batch_size, seed=1, shuffle=True),
+        order=RowOrder(n_rows=train.n_rows, batch_size=batch_size, seed=1, shuffle=True),
         train=train,
         evaluation=PackedDataset(tokens, first_row=train.n_rows, n_rows=5),
         eval_every=0,

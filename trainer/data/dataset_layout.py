@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from prepcli.core.errors import Key, PrepError, Text, text, usage_error
 from prepcli.core.json_values import load_json
 from prepcli.stores.files import read_regular_file, resolve_named_path
 from trainer.data.files import Note, io_error
+from trainer.recipe.data_table import Data
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,18 @@ class Selection:
     split: str | None = None
     revision: str | None = None
     split_key: str = field(default="split", compare=False)
+
+
+def train_selection(data: Data) -> Selection:
+    """Return the part of a dataset to train on."""
+    return Selection(data.config, data.split, data.revision)
+
+
+def eval_selection(data: Data) -> Selection:
+    """Return the part of a dataset to evaluate on: another split of the training data, or of `eval_path`."""
+    if data.eval_path is None:
+        return replace(train_selection(data), split=data.eval_split, split_key="eval_split")
+    return Selection(split=data.eval_split, split_key="eval_split")
 
 
 WHOLE = Selection()

@@ -16,8 +16,7 @@ from trainer.data.encode import OverlongRule
 from trainer.data.examples import ExampleSettings, IdentityChange
 from trainer.data.files import DataFile, Note
 from trainer.data.find_files import (
-    NO_REMOTE_FILES,
-    RemoteFiles,
+    DataFinder,
     find_data_files,
     resolve_type,
     with_companions,
@@ -92,7 +91,7 @@ class TokenizeConfig:
     bad_lines: int = 0
     ids_dtype: str = DEFAULT_IDS_DTYPE
     max_document_nbytes: int = DEFAULT_MAX_DOCUMENT_NBYTES
-    remote: RemoteFiles = NO_REMOTE_FILES
+    remote: DataFinder | None = None
     source: str = ""
     is_evaluation: bool = False
     packing: Packing = CONCATENATED

@@ -28,10 +28,10 @@ from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU
 from prepcli.models.lora import Adapters, num_features, rank_axis
 from prepcli.models.param_tree import ParamLeaf
 from prepcli.planning.tensors import itemsize
+from trainer.data.dataset_layout import eval_selection, train_selection
 from trainer.data.files import DataFile, EmptyFileError, check_not_empty, check_readable
 from trainer.data.find_files import (
-    NO_REMOTE_FILES,
-    RemoteFiles,
+    DataFinder,
     find_data_files,
     has_local_files,
     resolve_type,
@@ -57,7 +57,6 @@ from trainer.run.resume import (
     unread_warning,
 )
 from trainer.run.run import Run
-from trainer.training.source_datasets import eval_selection, train_selection
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
@@ -68,7 +67,7 @@ if TYPE_CHECKING:
 
 
 def check_inputs(
-    recipe: Recipe, remote: RemoteFiles = NO_REMOTE_FILES, *, may_be_absent: bool = False
+    recipe: Recipe, remote: DataFinder | None = None, *, may_be_absent: bool = False
 ) -> None:
     """Check the inputs of a recipe that need neither the model nor the content of the data.
 

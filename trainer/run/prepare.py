@@ -17,7 +17,7 @@ from trainer.planning.step_inputs import check_patterns
 from trainer.recipe import Recipe, batch_shape, recipe_to_toml
 from trainer.recipe.key_types import MAX_INT32
 from trainer.run.checks import check_before_steps, check_machine, check_model
-from trainer.run.recipe_data import open_run_datasets
+from trainer.run.recipe_data import run_datasets
 from trainer.run.resume import check_base, check_resumable_step, read_changed_keys
 from trainer.run.run import Run, compare_start
 from trainer.run.start import RandomReader, StartCheckpoint
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from trainer.data.order import RowOrder
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import ModelSpec
+    from trainer.training.datasets import Datasets
     from trainer.training.events import Interval
     from trainer.training.samples import Sampler
     from trainer.training.setup import LoopConfig
-    from trainer.training.source_datasets import Datasets
     from trainer.training.step import TrainState
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
@@ -81,14 +81,15 @@ def configure(
     if run.options.dry_run:
         # A dry run must not write to the run's folder, so missing tokens go to a temporary one.
         scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-")))
-    datasets = open_run_datasets(
+    # This can take hours. The next start continues it after an interruption.
+    datasets = run_datasets(
         run,
         start,
         model,
         model_config=manifest["config"],
         changed=changed,
         scratch_dir=scratch_dir,
-    )
+    ).build()
     config = build_loop_config(
         run,
         start,
@@ -139,8 +140,8 @@ def build_loop_config(
         UsageError: Batch, learning rate schedule and mesh do not fit together, or the run has too
             many steps.
     """
+    from trainer.training.datasets import make_order
     from trainer.training.setup import LoopConfig, build_step_setup, peak_step_s
-    from trainer.training.source_datasets import make_order
 
     recipe = run.recipe
     assert sharding.mesh is not None

@@ -408,22 +408,16 @@ def open_model_start(
 
     if recipe.model.path is None:
         return _open_random_start(recipe, sharding, check_config)
-    lock: Lock | None = None
-    revision: str | None = None
-    if recipe.model.lock is not None:
-        lock = read_recipe_lock(recipe)
-        revision = pinned_revision(recipe.model.path, None, lock)
-    with advise_conversion(recipe.model.path):
-        located = locate(recipe.model.path, revision, access=access)
+    located = locate_model(recipe.model, access)
     if access.stream:
         check_stream(located)
     # A checkpoint of prep on this machine is read as it is: each device reads the chunks of its own
     # shards. Every other source is converted while it is read, without a copy on the disk.
     path = located.files.path
     if located.kind == "orbax" and isinstance(path, Path) and _is_written_by_prep(path):
-        if lock is not None:
+        if recipe.model.lock is not None:
             # The digests of its manifest, which the lock approves, are checked while the chunks are read.
-            _apply_lock(open_source(located), lock, recipe, located, verify=verify)
+            check_lock_verified(open_located_model(recipe.model, located), verify)
         start = _open_orbax_start(path, recipe, verify=verify)
         return replace(start, commit=located.files.commit)
     # The batch and config.json are checked first: `open_source` reads the header of every weight file.
@@ -433,10 +427,8 @@ def open_model_start(
         # The text part of a multimodal model is known only with the names of its tensors.
         if text_section(config) is None:
             check_config(recipe_config(config, recipe.model))
-    with advise_conversion(recipe.model.path):
-        source = open_source(located)
-    if lock is not None:
-        source = _apply_lock(source, lock, recipe, located, verify=verify)
+    source = open_located_model(recipe.model, located)
+    check_lock_verified(source, verify)
     if source.wrapper is not None:
         check_config(recipe_config(source.config, recipe.model))
     # None means that the recipe has no rules, and [] that all dims have the default rules.
@@ -455,18 +447,28 @@ def open_model_start(
     )
 
 
-def read_recipe_lock(recipe: Recipe) -> Lock:
-    """Return the lock of a recipe that has the key `model.lock`."""
-    return read_lock(Path(str(recipe.model.lock)).expanduser())
+def locate_model(table: Model, access: Access) -> LocatedCheckpoint:
+    """Locate the model of a recipe, at the revision of its lock."""
+    assert table.path is not None
+    revision = None
+    if table.lock is not None:
+        revision = pinned_revision(table.path, None, _read_lock(table.lock))
+    with advise_conversion(table.path):
+        return locate(table.path, revision, access=access)
 
 
-def _apply_lock(
-    source: Source, lock: Lock, recipe: Recipe, located: LocatedCheckpoint, *, verify: bool
-) -> Source:
-    """Return the source with the digests of the recipe's lock. Raise PrepError if they differ."""
-    locked = apply_lock(source, lock, str(recipe.model.lock), located.files.commit)
-    check_lock_verified(locked, verify)
-    return locked
+def open_located_model(table: Model, located: LocatedCheckpoint) -> Source:
+    """Open the model of a recipe. With a lock, it has the digests of the lock. Raise PrepError if they differ."""
+    assert table.path is not None
+    with advise_conversion(table.path):
+        source = open_source(located)
+    if table.lock is None:
+        return source
+    return apply_lock(source, _read_lock(table.lock), table.lock, located.files.commit)
+
+
+def _read_lock(path: str) -> Lock:
+    return read_lock(Path(path).expanduser())
 
 
 def _open_random_start(

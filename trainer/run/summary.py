@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +25,10 @@ from prepcli.models.dropout_config import DROPOUT_SITES, DropoutConfig
 from prepcli.models.rope_config import Rope
 from prepcli.models.rule_text import rule_texts
 from prepcli.planning.manifest_fields import CastCounts
+from trainer.data.packing import ConcatenatedDataset, Dataset, DocumentDataset, PackedDataset
 from trainer.data.sample_text import counts_table, sample_line
+from trainer.data.seq2seq import Seq2SeqDataset
+from trainer.data.store import MappedTokens
 from trainer.recipe.description import data_lines, evaluation_text, schedule_text
 from trainer.run.run import Run
 from trainer.run.run_record import ENVIRONMENT_FILE
@@ -32,12 +36,10 @@ from trainer.run.storage import write_run_file
 
 if TYPE_CHECKING:
     from prepcli.models.param_tree import ParamLeaf
-    from trainer.data.packing import Dataset
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import AttentionOptions, ModelSpec
     from trainer.run.start import StartCheckpoint
     from trainer.training.setup import LoopConfig
-    from trainer.training.source_datasets import TokenStore
     from trainer.training.step import StepSetup
 
 # Left out of the recorded flags: the mesh has the number of devices already.
@@ -110,6 +112,30 @@ MAX_SAMPLE_CHARS = 540
 SAMPLE_TOKENS = (256, 128, 64, 32, 16, 8)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenStore:
+    """The token store of a dataset, and how its documents become rows."""
+
+    tokens: MappedTokens  # The store
+    source_length: int  # Maximum tokens of a source. 0 without an encoder.
+    has_blocks: bool  # Whether documents are concatenated and cut into blocks
+
+
+def token_stores(train: Dataset) -> dict[str, TokenStore]:
+    """Return the token store of each source by name, `train` without a mixture. Span corruption has none."""
+    parts: Mapping[str, Dataset] = {"train": train}
+    if isinstance(train, ConcatenatedDataset):
+        parts = train.parts
+    stores: dict[str, TokenStore] = {}
+    for name, part in parts.items():
+        if isinstance(part, Seq2SeqDataset):
+            stores[name] = TokenStore(part.tokens, part.source_length, has_blocks=False)
+        elif isinstance(part, PackedDataset | DocumentDataset):
+            has_blocks = isinstance(part, PackedDataset)
+            stores[name] = TokenStore(part.tokens, 0, has_blocks=has_blocks)
+    return stores
+
+
 def run_summary_lines(
     run: Run, start: StartCheckpoint, config: LoopConfig, kernel: KernelChoice
 ) -> Iterator[str]:
@@ -154,7 +180,6 @@ def _sample_counts_lines(train: Dataset, tokenizer: Path) -> Iterator[str]:
     Data without loss weights has none: the line of its tokens says all.
     """
     from trainer.data.token_samples import count_samples
-    from trainer.training.source_datasets import token_stores
 
     stores = token_stores(train)
     weighted = {name: part for name, part in stores.items() if part.tokens.weight_codes is not None}

@@ -26,6 +26,7 @@ from prepcli.execution.training_storage import joint_work
 from prepcli.formats.manifest import RECIPE_FILE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.locate import make_access
+from trainer.data.find_files import DataFinder
 from trainer.recipe import LoadedRecipe, recipe_to_toml
 from trainer.run.checks import (
     check_config,
@@ -35,7 +36,6 @@ from trainer.run.checks import (
 from trainer.run.display import open_display
 from trainer.run.logs import check_logs, open_logs
 from trainer.run.prepare import configure, load_state, with_base_facts
-from trainer.run.recipe_data import DataFinder
 from trainer.run.resume import (
     find_lowest_cost,
     find_missing_events,

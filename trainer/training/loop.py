@@ -20,6 +20,7 @@ from prepcli.planning.manifest_fields import Manifest
 from trainer.data.order import eval_batches
 from trainer.distributed.sharding import peak_memory_nbytes
 from trainer.training.checkpoint import count_changed_values, host_leaves
+from trainer.training.datasets import tokens_by_source
 from trainer.training.eval_metrics import NO_EVALUATIONS, Patience, check_metric_name
 from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
 from trainer.training.events import (
@@ -41,7 +42,6 @@ from trainer.training.logs import (
     step_line,
 )
 from trainer.training.setup import LoopConfig
-from trainer.training.source_datasets import tokens_by_source
 from trainer.training.step import StepSetup, TrainState, jit_train_step
 
 # Steps that may be in flight before the metrics of the oldest are fetched, so that devices never wait for the host.

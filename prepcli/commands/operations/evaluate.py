@@ -41,11 +41,12 @@ from prepcli.core.observer import CommandObserver, Observer, PacedNotes, Progres
 from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.sources.locate import make_access
 from prepcli.sources.source import Source
+from trainer.data.find_files import DataFinder
 from trainer.recipe import Recipe
 from trainer.recipe.formatting import TomlTable
 from trainer.recipe.loading import RawRecipe, complete_recipe
 from trainer.run.params import OpenedModel
-from trainer.run.recipe_data import DataFinder, tokenize_progress
+from trainer.run.recipe_data import tokenize_progress
 
 if TYPE_CHECKING:
     from prepcli.models.param_tree import Tree
@@ -518,20 +519,17 @@ def _open_dataset(
 ) -> Dataset:
     """Tokenize a source of data. Raise PrepError if it is invalid or does not fit the model."""
     from trainer.data.packing import with_stride
-    from trainer.training.datasets import build_datasets
+    from trainer.training.datasets import DatasetBuilder
 
-    folders = {
-        "tokenizer": tokenizer_path(source, options["tokenizer"], purpose="encode the data"),
-        "cache": Path(options["cache"] or scratch_dir),
-    }
-    datasets = build_datasets(
+    datasets = DatasetBuilder(
         recipe,
         opened.model,
         model_config=opened.reader.manifest["config"],
-        folders=folders,
+        tokenizer=tokenizer_path(source, options["tokenizer"], purpose="encode the data"),
+        cache=Path(options["cache"] or scratch_dir),
         stop_ids=source_generation_defaults(source, opened.model.true_vocab_size).eos_token_ids,
         remote=remote,
         progress=tokenize_progress(observer),
         note=observer.note,
-    )
+    ).build()
     return with_stride(datasets.train, recipe.eval.stride)

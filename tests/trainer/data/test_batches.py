@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from prepcli.core.errors import UsageError
 from trainer.data.batches import BatchDigest, Batches
-from trainer.data.order import MixedOrder, RowOrder, SampleOrder, mix_by_weight
+from trainer.data.order import RowOrder, mix_by_weight
 from trainer.data.packing import (
     Arrays,
     ConcatenatedDataset,
@@ -74,11 +74,11 @@ def make_runs(batch_size: int = BATCH_SIZE) -> dict[str, Run]:
     parts = {"a": blocks(2, 60), "b": blocks(3, 400)}
     source_rows = tuple(part.n_rows for part in parts.values())
     return {
-        "concatenate": Run(concatenated, SampleOrder(concatenated.n_rows, batch_size, 5, True)),
-        "documents": Run(documents, SampleOrder(documents.n_rows, batch_size, 5, True)),
+        "concatenate": Run(concatenated, RowOrder(concatenated.n_rows, batch_size, 5, True)),
+        "documents": Run(documents, RowOrder(documents.n_rows, batch_size, 5, True)),
         "mixture": Run(
             ConcatenatedDataset(parts),
-            MixedOrder(source_rows, mix_by_weight([3, 1]), batch_size, seed=5, shuffle=True),
+            RowOrder(sum(source_rows), batch_size, 5, True, source_rows, mix_by_weight([3, 1])),
         ),
     }
 
@@ -194,7 +194,7 @@ def test_share_sizes_differ_by_at_most_one_row():
 
 def test_thousand_processes_share_a_batch():
     dataset = blocks(0, 400)
-    order = SampleOrder(dataset.n_rows, 1000, 5, True)
+    order = RowOrder(dataset.n_rows, 1000, 5, True)
     run = Run(dataset, order)
     shares = [run.open(process, 1000, start=7) for process in range(1000)]
     batch = join_shares([next(share) for share in shares])

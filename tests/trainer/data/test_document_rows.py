@@ -16,9 +16,8 @@ from trainer.data.document_packing import DocumentRows
 from trainer.data.document_rows import DTYPES, make_rows, read_rows
 from trainer.data.store import MappedTokens, read_meta
 from trainer.data.store_files import file_digest
-from trainer.data.tokenize import open_tokens, tokenize_files
+from trainer.data.tokenize import open_tokens, tokenize_files, tokenize_in_group
 from trainer.data.tokenize_config import TokenizeConfig
-from trainer.training.source_datasets import tokenize_in_group
 
 PACKINGS = ("documents", "none")
 

@@ -20,9 +20,8 @@ from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from trainer.data.dataset_layout import WHOLE, Selection
 from trainer.data.files import DataFile, check_not_empty
-from trainer.data.find_files import find_data_files
+from trainer.data.find_files import DataFinder, find_data_files
 from trainer.data.store import read_meta
-from trainer.run.recipe_data import DataFinder
 
 ROWS = [{"id": str(i), "text": f"the cat {i} sat on the mat"} for i in range(40)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -151,7 +150,7 @@ README = b"---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n
 REPO = FakeRepo({"README.md": README, "x/a.jsonl": LINES, "x/b.jsonl": LINES, "y/c.jsonl": LINES})
 SCRIPT = """
 import json, sys
-from trainer.run.recipe_data import DataFinder
+from trainer.data.find_files import DataFinder
 from prepcli.core.errors import PrepError
 from prepcli.sources.locate import Access
 from trainer.data.files import check_not_empty

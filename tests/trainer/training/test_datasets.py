@@ -15,7 +15,7 @@ from tests.helpers.corpus import encode, make_tokenizer
 from tests.helpers.tiny_configs import LLAMA, T5
 from trainer.nn.model_spec import build_model
 from trainer.recipe import load_recipe
-from trainer.training.datasets import Datasets, build_datasets
+from trainer.training.datasets import DatasetBuilder, Datasets
 
 RECIPE = """
 mesh = "1,1,1"
@@ -56,14 +56,15 @@ def load_datasets(
     (folder / "x.toml").write_text(RECIPE.replace("{folder}", str(folder)))
     config = {**config, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 304, **changes}
     model = build_model(family_of(config), config, is_tied=False)
-    return build_datasets(
+    return DatasetBuilder(
         load_recipe(folder / "x.toml", overrides).recipe,
         model,
         model_config=config,
-        folders={"tokenizer": make_tokenizer(folder / "tokenizer.json"), "cache": folder / "cache"},
+        tokenizer=make_tokenizer(folder / "tokenizer.json"),
+        cache=folder / "cache",
         progress=lambda *counts: None,
         note=note,
-    )
+    ).build()
 
 
 def read_tokens(datasets: Datasets) -> tuple[list[int], list[float]]:

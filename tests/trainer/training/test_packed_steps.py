@@ -10,7 +10,7 @@ import pytest
 
 from prepcli.models.mesh import parse_mesh
 from tests.helpers import runs
-from trainer.data.order import SampleOrder
+from trainer.data.order import RowOrder
 from trainer.data.packing import DocumentDataset, document_dataset
 from trainer.distributed.sharding import make_sharding_context
 from trainer.training import feed
@@ -42,7 +42,7 @@ def make_setup(mesh: str, accumulate: int, num_shards: int) -> StepSetup:
 def train_losses(setup: StepSetup) -> list[float]:
     """Run steps; return the summed loss of each."""
     dataset, state = make_dataset(), runs.make_state(setup)
-    order = SampleOrder(dataset.n_rows, ROWS, seed=1, shuffle=True)
+    order = RowOrder(dataset.n_rows, ROWS, seed=1, shuffle=True)
     step, losses = jit_train_step(setup), []
     for number in range(STEPS):
         state, metrics = step(state, feed.load_batch(dataset, order.rows(number), setup.sharding))

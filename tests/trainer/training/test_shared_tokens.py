@@ -18,10 +18,9 @@ from tests.helpers.thread_groups import ThreadGroup, run_group, run_together
 from trainer.data import shards
 from trainer.data.examples import IdentityChange
 from trainer.data.store import DamagedStoreError
-from trainer.data.tokenize import open_tokens, tokenize_files, tokenize_share
+from trainer.data.tokenize import open_tokens, tokenize_files, tokenize_in_group, tokenize_share
 from trainer.data.tokenize_config import RecordedTokens, TokenizeConfig
 from trainer.distributed import agreement
-from trainer.training.source_datasets import tokenize_in_group
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from tests.helpers.tiny_configs import LLAMA
 from trainer.data.packing import ConcatenatedDataset
 from trainer.nn.model_spec import build_model
 from trainer.recipe import load_recipe
-from trainer.training.datasets import build_datasets
-from trainer.training.source_datasets import Datasets, make_order, tokens_by_source
+from trainer.training.datasets import DatasetBuilder, Datasets, make_order, tokens_by_source
 
 RECIPE = """
 [model]
@@ -59,14 +58,15 @@ def load_datasets(
     (folder / "x.toml").write_text(text)
     config = {**LLAMA, "eos_token_id": 2, "vocab_size": 304}
     notes: list[str] = []
-    datasets = build_datasets(
+    datasets = DatasetBuilder(
         load_recipe(folder / "x.toml").recipe,
         build_model(family_of(config), config, is_tied=False),
         model_config=config,
-        folders={"tokenizer": make_tokenizer(folder / "tokenizer.json"), "cache": folder / "cache"},
+        tokenizer=make_tokenizer(folder / "tokenizer.json"),
+        cache=folder / "cache",
         progress=lambda *counts: None,
         note=notes.append,
-    )
+    ).build()
     return datasets, notes
 
 
