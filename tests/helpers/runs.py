@@ -29,11 +29,9 @@ from trainer.recipe.lr_schedule import LRSchedule
 from trainer.recipe.optimizer_tables import AdamWTable
 from trainer.recipe.tables import Checkpoint, Eval, Log, Recipe, Train
 from trainer.training.checkpoint import round_params
-from trainer.training.evaluation import EvaluationResult
-from trainer.training.logs import RunLog, StepLine, evaluation_line
+from trainer.training.events import LoopConfig
+from trainer.training.metrics import EvaluationResult, RunLog, Sample, StepLine, evaluation_line
 from trainer.training.optimizers import Optimizer
-from trainer.training.samples import Sample
-from trainer.training.setup import LoopConfig
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
 
 VOCAB, PADDED, LENGTH, N_BLOCKS = 131, 136, 16, 50

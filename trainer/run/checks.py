@@ -62,8 +62,7 @@ if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
     from trainer.run.start import StartCheckpoint
     from trainer.training.datasets import DataModel
-    from trainer.training.events import Interval
-    from trainer.training.setup import LoopConfig
+    from trainer.training.events import Interval, LoopConfig
 
 
 def check_inputs(

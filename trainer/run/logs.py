@@ -15,11 +15,14 @@ from prepcli.stores.files import ACCESS_HINT, io_error, read_regular_file
 from trainer.run.run import Run
 from trainer.run.run_record import SAMPLES_FILE
 from trainer.run.storage import store_at_end, write_run_file
-from trainer.training.logs import MetricsFileLog, MetricsLog, RunLog, SamplesFileLog
 from trainer.training.metrics import (
     METRICS_FILE,
     LogKey,
+    MetricsFileLog,
     MetricsLine,
+    MetricsLog,
+    RunLog,
+    SamplesFileLog,
     line_step,
     log_key,
     metric_values,

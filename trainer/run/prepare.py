@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import ModelSpec
     from trainer.training.datasets import Datasets
-    from trainer.training.events import Interval
+    from trainer.training.events import Interval, LoopConfig
     from trainer.training.samples import Sampler
-    from trainer.training.setup import LoopConfig
     from trainer.training.step import TrainState
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
@@ -141,7 +140,8 @@ def build_loop_config(
             many steps.
     """
     from trainer.training.datasets import make_order
-    from trainer.training.setup import LoopConfig, build_step_setup, peak_step_s
+    from trainer.training.events import LoopConfig
+    from trainer.training.setup import build_step_setup, peak_step_s
 
     recipe = run.recipe
     assert sharding.mesh is not None

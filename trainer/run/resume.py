@@ -30,8 +30,7 @@ from trainer.run.start import StartCheckpoint
 if TYPE_CHECKING:
     from prepcli.execution.checkpoint_manager import CheckpointManager
     from trainer.training.eval_metrics import Patience
-    from trainer.training.events import MissingEvents
-    from trainer.training.setup import LoopConfig
+    from trainer.training.events import LoopConfig, MissingEvents
 
 # Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
 # The mesh, the rules and the model keys below change results only within rounding. Steps and schedule keys are checked

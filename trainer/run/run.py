@@ -122,14 +122,6 @@ COMPARED_PACKAGES = ("prepcli", "jax", "jaxlib", "numpy")
 # Only these keys of `cluster` must be equal in all processes.
 SHARED_CLUSTER_KEYS = ("cluster.dcn_mesh",)
 CHECKPOINT_CONTENTS = ("config", "tensors", "slots", "others", "step")  # keys of a manifest
-# Options of `train` that all processes of a run share, as an error names them.
-SHARED_OPTIONS = {
-    "restart": Option("restart", True),
-    "stop_after": Option("stop_after"),
-    "dry_run": Option("dry_run", True),
-    "stream": Option("stream", True),
-    "no_verify": Option("verify", False),
-}
 START_HINT = "start every process with the same prep, recipe and options"
 FILES_HINT = "every process must read the same files, for example from a shared file system"
 INTERRUPT = "SIGINT"
@@ -179,14 +171,14 @@ def connect_processes(recipe: Recipe) -> ProcessGroup:
 
 
 def compare_settings(
-    group: ProcessGroup, recipe: Recipe, options: Mapping[str, object], observer: Observer
+    group: ProcessGroup, recipe: Recipe, options: TrainSettings, observer: Observer
 ) -> None:
     """Compare the versions, recipes and options of all processes.
 
     Args:
         group: Processes of the run.
         recipe: Recipe of this process.
-        options: Options that all processes must share, by name.
+        options: Options of this process.
         observer: Receives a warning about clocks that differ.
 
     Raises:
@@ -198,9 +190,21 @@ def compare_settings(
     for name in COMPARED_PACKAGES:
         facts[name] = metadata.version(name)
     facts |= _recipe_values(recipe)
-    for name, value in options.items():
+    # If one process had another value, the others would wait for it in a collective forever. For example,
+    # a dry run ends before the first step.
+    shared = {
+        "restart": (Option("restart", True), options.restart),
+        "stop_after": (Option("stop_after"), options.stop_after),
+        "dry_run": (Option("dry_run", True), options.dry_run),
+        "stream": (Option("stream", True), options.stream),
+        "no_verify": (Option("verify", False), not options.verify),
+    }
+    for name, (_, value) in shared.items():
         facts[name] = str(value)
-    check_agreement(group, facts, hint=START_HINT, options=SHARED_OPTIONS, warn=observer.warn)
+    for name, value in options.token_functions.manifest_fields.items():
+        facts[name] = str(value)
+    labels = {name: option for name, (option, _) in shared.items()}
+    check_agreement(group, facts, hint=START_HINT, options=labels, warn=observer.warn)
 
 
 def compare_start(

@@ -68,6 +68,7 @@ from prepcli.targets.hf_folder import (
 from prepcli.targets.orbax_item import StartModel
 from trainer.planning.model_shapes import (
     model_of_config,
+    override_config,
     override_fields,
     recipe_config,
 )
@@ -171,10 +172,6 @@ def _model_name(table: Model) -> str:
     return path.parent.name
 
 
-# pyright: reportTypedDictNotRequiredAccess=false
-# A reader has the manifest of a complete model, so its optional keys exist.
-
-
 def damage_hint(storage: RunStorage, step: int) -> str:
     """Return the hint of the error for a damaged step of a run."""
     # The known steps are enough for a hint. A new listing of a bucket could fail itself,
@@ -227,8 +224,6 @@ class StartCheckpoint:
 
     def model_manifest(self, recipe: Recipe) -> Mapping[str, Any]:
         """Return the manifest of the model, with the recipe's changes of its config."""
-        from trainer.training.setup import override_config
-
         # The manifest of a step of the run has the recipe's changes already. The base of a LoRA run has not.
         if self.resume_step and self.lora is None:
             return self.manifest

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import AttentionOptions, ModelSpec
     from trainer.run.start import StartCheckpoint
-    from trainer.training.setup import LoopConfig
+    from trainer.training.events import LoopConfig
     from trainer.training.step import StepSetup
 
 # Left out of the recorded flags: the mesh has the number of devices already.
@@ -87,7 +87,7 @@ def _num_elements(leaves: Mapping[str, ParamLeaf]) -> int:
 
 def rounding_environment(sharding: ShardingContext) -> dict[str, str | int]:
     """Return the kind of device, the versions of JAX, XLA's flags and, for CPUs, the cores of this process."""
-    from trainer.distributed.exact_sums import xla_flags
+    from trainer.distributed.exact_reduction import xla_flags
 
     assert sharding.device_mesh is not None
     device = sharding.device_mesh.devices.flat[0]

@@ -74,14 +74,13 @@ from trainer.run.storage import (
     write_run_file,
 )
 from trainer.run.summary import write_environment
-from trainer.training.logs import RunLog
+from trainer.training.metrics import RunLog
 
 if TYPE_CHECKING:
     from prepcli.core.process_group import ProcessGroup
     from trainer.distributed.sharding import ShardingContext
-    from trainer.training.events import StepProfiler
+    from trainer.training.events import LoopConfig, StepProfiler
     from trainer.training.loop import Loop
-    from trainer.training.setup import LoopConfig
 
 
 def train(
@@ -168,7 +167,7 @@ def connect(
     A failure, a stop or a loss of one process ends all of them.
     """
     from trainer.distributed.agreement import processes_per_host
-    from trainer.distributed.exact_sums import start_exact_backend
+    from trainer.distributed.exact_reduction import start_exact_backend
     from trainer.distributed.sharding import catch_out_of_memory
     from trainer.distributed.start import check_local_devices
 
@@ -187,7 +186,7 @@ def connect(
     )
     with label_errors(process), together as enter_phase, catch_out_of_memory():
         enter_phase("load")
-        compare_settings(group, recipe, shared_options(options), observer)
+        compare_settings(group, recipe, options, observer)
         # Both must come before the first use of a device: jax then starts its backend with these settings.
         if recipe.train.reduction == "exact":
             start_exact_backend()
@@ -215,20 +214,6 @@ def describe_durable(run: Run) -> str:
     if run.options.dry_run:
         return ""
     return describe_saved_progress(run.storage)
-
-
-def shared_options(options: TrainSettings) -> dict[str, object]:
-    """Return the options that all processes of a run must share."""
-    # If one process had another value, the others would wait for it in a collective forever. For example,
-    # a dry run ends before the first step.
-    return {
-        "restart": options.restart,
-        "stop_after": options.stop_after,
-        "dry_run": options.dry_run,
-        "stream": options.stream,
-        "no_verify": not options.verify,
-        **options.token_functions.manifest_fields,
-    }
 
 
 def check_storage(run: Run) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -17,36 +17,19 @@ from prepcli.core.errors import usage_error
 from prepcli.models.param_tree import Tree
 from trainer.data.order import eval_batches, num_eval_batches
 from trainer.data.packing import Dataset
+from trainer.distributed.exact_reduction import ExactReduction, compiler_options
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn import transformer
 from trainer.nn.lm_head import LossSums, TokenMetrics
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.training.eval_metrics import METRIC_PREFIX
-from trainer.training.exact_reduction import ExactReduction, compiler_options
 from trainer.training.feed import TokenBatch, load_batch, place_batch
+from trainer.training.metrics import EvaluationResult
 
 # Names of the values of each evaluation. `metric_fn` must use other names.
 RESERVED_NAMES = ("loss", "perplexity", "accuracy", "tokens")
-# exp(700) is finite in float64.
-MAX_EXPONENT = 700.0
 # Returns the sums of a batch [], or of each of its rows [batch].
 EvalStep = Callable[[Tree, TokenBatch], Mapping[str, Array]]
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationResult:
-    """Loss and accuracy over the predicted tokens of a dataset."""
-
-    mean_loss: float  # Mean cross-entropy of a token. NaN without tokens.
-    accuracy: float  # Fraction of the tokens that are predicted correctly. NaN without tokens.
-    num_tokens: int  # Number of predicted tokens
-    # Mean over the tokens of each value that `metric_fn` computes. NaN without tokens.
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def perplexity(self) -> float:
-        """Exponential of the mean loss, limited to stay finite."""
-        return math.exp(min(self.mean_loss, MAX_EXPONENT))
 
 
 def jit_eval_step(

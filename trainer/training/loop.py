@@ -27,13 +27,14 @@ from trainer.training.events import (
     NO_MISSING_EVENTS,
     EventStoppedError,
     EventTimes,
+    LoopConfig,
     MissingEvents,
     StepProfiler,
     StepTimer,
     StopSignals,
 )
 from trainer.training.feed import batch_shapes, load_batch
-from trainer.training.logs import (
+from trainer.training.metrics import (
     RunLog,
     StepLine,
     evaluation_line,
@@ -41,7 +42,6 @@ from trainer.training.logs import (
     speed_fields,
     step_line,
 )
-from trainer.training.setup import LoopConfig
 from trainer.training.step import StepSetup, TrainState, jit_train_step
 
 # Steps that may be in flight before the metrics of the oldest are fetched, so that devices never wait for the host.

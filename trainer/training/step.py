@@ -27,14 +27,13 @@ from prepcli.models.param_tree import (
     reduced_axes,
     unflatten_tree,
 )
+from trainer.distributed.exact_reduction import ExactReduction, compiler_options
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn import transformer
 from trainer.nn.dropout import Dropout, step_dropout
 from trainer.nn.lm_head import NO_LOSS_TERMS, LossTerms, TokenMetrics
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
-from trainer.training.events import STOP
-from trainer.training.exact_reduction import ExactReduction, compiler_options
-from trainer.training.feed import TokenBatch
+from trainer.training.feed import STOP, TokenBatch
 from trainer.training.optimizers import Optimizer, RoundingKey, bfloat16_to_float32
 
 # Positive float16 values reach from 2^-24 to 65504, just below 2^16. The gradients of a mean over
@@ -163,7 +162,7 @@ class StepSetup:
     @property
     def trained_leaves(self) -> dict[str, ParamLeaf]:
         """Parameters changed by training, by path: all saved parameters that `optimizer.freeze` does not match."""
-        return self.optimizer.unfrozen_leaves(self.model.saved_leaves)
+        return self.optimizer.table.trained_leaves(self.model.saved_leaves)
 
     def param_dtype_of(self, path: str) -> str:
         """Return the dtype of a parameter in the state."""

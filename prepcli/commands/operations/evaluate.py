@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     from prepcli.models.param_tree import Tree
     from trainer.data.packing import Dataset
     from trainer.nn.model_spec import ForwardConfig
-    from trainer.training.evaluation import EvalStep, EvaluationResult
+    from trainer.training.evaluation import EvalStep
+    from trainer.training.metrics import EvaluationResult
 
 MAX_DEFAULT_LENGTH = 1024
 # An evaluation has no recipe file. Messages about recipe keys without an option show this name.
@@ -360,7 +361,7 @@ def _evaluate(
 ) -> Evaluation:
     """Load the model and the data, and compute the scores. See `evaluate`."""
     silence_jax(observer)
-    from trainer.distributed.exact_sums import start_exact_backend
+    from trainer.distributed.exact_reduction import start_exact_backend
     from trainer.distributed.sharding import catch_out_of_memory
     from trainer.training.evaluation import combine_results
 

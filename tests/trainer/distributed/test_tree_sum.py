@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from trainer.distributed.exact_sums import fixed_order_psum, square_sums, sum_in_tree
+from trainer.distributed.exact_reduction import fixed_order_psum, square_sums, sum_in_tree
 
 ONE = jnp.int32(1)
 

@@ -12,7 +12,12 @@ from prepcli.commands.operations.recipes import recipes_folder
 from prepcli.core.process_group import SingleProcess
 from trainer.distributed import agreement, start
 from trainer.recipe import load_recipe
-from trainer.run.run import compare_settings, compare_start, connect_processes
+from trainer.run.run import (
+    TrainSettings,
+    compare_settings,
+    compare_start,
+    connect_processes,
+)
 
 MANIFEST = {
     "config": {"hidden_size": 8},
@@ -47,7 +52,7 @@ def test_compare_settings_compares_versions_and_recipe(compared: dict[str, str])
     )
     recipe = load_recipe(path, settings).recipe
     group, ui = connect_processes(recipe), open_ui("train", as_json=False, quiet=True, verbose=0)
-    compare_settings(group, recipe, {"restart": True}, ui)
+    compare_settings(group, recipe, TrainSettings(path, restart=True), ui)
     assert {"python", "prepcli", "jax", "jaxlib", "seed", "train.steps"} <= compared.keys()
     assert compared["optimizer.lr"] == "0.5"
     assert compared["restart"] == "True"

@@ -12,9 +12,7 @@ import pytest
 from prepcli.commands.console.ui import Ui
 from prepcli.core.observer import Line
 from trainer.run.display import LineDisplay, LiveDisplay, RunStatus
-from trainer.training.evaluation import EvaluationResult
-from trainer.training.logs import StepLine
-from trainer.training.samples import Sample
+from trainer.training.metrics import EvaluationResult, Sample, StepLine
 
 LOG_LINE: StepLine = {
     "step": 20,

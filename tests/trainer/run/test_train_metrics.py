@@ -12,8 +12,7 @@ import pytest
 from prepcli.core.errors import PrepError, UsageError
 from tests.trainer.run.test_wandb_log import FakeWandb
 from trainer.run.logs import ID_FILE, check_logs, open_logs
-from trainer.training.logs import MetricsLog
-from trainer.training.metrics import METRICS_FILE, read_metrics
+from trainer.training.metrics import METRICS_FILE, MetricsLog, read_metrics
 
 TABLE = {"project": "p", "offline": True}
 

@@ -20,7 +20,6 @@ from trainer.data.packing import Dataset
 from trainer.nn import transformer
 from trainer.nn.lm_head import LossSums, LossTerms
 from trainer.training.evaluation import (
-    EvaluationResult,
     combine_results,
     evaluate,
     jit_eval_step,
@@ -28,9 +27,8 @@ from trainer.training.evaluation import (
     jit_row_eval_step,
 )
 from trainer.training.feed import place_batch
-from trainer.training.logs import MetricsFileLog
 from trainer.training.loop import Loop
-from trainer.training.metrics import METRICS_FILE
+from trainer.training.metrics import METRICS_FILE, EvaluationResult, MetricsFileLog
 from trainer.training.step import StepSetup
 
 

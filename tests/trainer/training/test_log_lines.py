@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.training.logs import step_line
+from trainer.training.metrics import step_line
 
 VALUES = {"loss": 6.0, "correct": 1.0, "weight": 4.0, "grad_norm": 2.0, "lr": 0.1, "skipped": 0.0}
 

@@ -17,9 +17,8 @@ from tests.helpers import runs
 from trainer.training import loop as loop_module
 from trainer.training.checkpoint import count_changed_values
 from trainer.training.events import StepProfiler, is_due
-from trainer.training.logs import MetricsFileLog
 from trainer.training.loop import Loop
-from trainer.training.metrics import METRICS_FILE
+from trainer.training.metrics import METRICS_FILE, MetricsFileLog
 
 
 def run_loop(

@@ -20,15 +20,14 @@ from trainer.training.checkpoint import restore_state
 from trainer.training.events import (
     NO_MISSING_EVENTS,
     EventTimes,
+    LoopConfig,
     MissingEvents,
     is_due,
     num_due,
 )
-from trainer.training.logs import MetricsFileLog, SamplesFileLog
 from trainer.training.loop import Loop
-from trainer.training.metrics import METRICS_FILE, read_metrics
+from trainer.training.metrics import METRICS_FILE, MetricsFileLog, SamplesFileLog, read_metrics
 from trainer.training.samples import Sampler
-from trainer.training.setup import LoopConfig
 
 STEPS = 6
 SAMPLES_FILE = "samples.jsonl"

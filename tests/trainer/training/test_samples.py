@@ -16,9 +16,8 @@ from tests.trainer.training import test_lora_step
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import AttentionOptions
-from trainer.training.logs import MetricsFileLog, SamplesFileLog, sample_line
 from trainer.training.loop import Loop
-from trainer.training.metrics import read_metrics
+from trainer.training.metrics import MetricsFileLog, SamplesFileLog, read_metrics, sample_line
 from trainer.training.samples import Sampler
 from trainer.training.step import StepSetup
 

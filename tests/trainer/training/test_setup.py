@@ -13,8 +13,9 @@ from tests.helpers.tiny_configs import LLAMA
 from tests.trainer.run.test_checks import RECIPE
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.model_spec import AttentionOptions, ForwardConfig, build_model
+from trainer.planning.model_shapes import override_config
 from trainer.recipe import load_recipe
-from trainer.training.setup import build_step_setup, override_config
+from trainer.training.setup import build_step_setup
 
 SHARDING = ShardingContext(parse_mesh("1,1,1"))
 

@@ -14,7 +14,7 @@ from prepcli.formats.manifest import MANIFEST_FILE
 from tests import FLAGS
 from tests.helpers.fork_server import ForkedProcess, start_python
 from tests.helpers.training_folder import make_training_folder
-from trainer.distributed.exact_sums import WITHOUT_FUSED
+from trainer.distributed.exact_reduction import WITHOUT_FUSED
 
 WAIT_S = 240.0
 USE_JAX = "import jax; jax.numpy.ones(3).sum(); "

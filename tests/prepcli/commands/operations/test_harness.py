@@ -21,10 +21,9 @@ from prepcli.commands.operations import harness_model as harness
 from prepcli.core.errors import PrepError, UsageError
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
-from trainer.distributed import exact_sums
 from trainer.nn import transformer
 from trainer.nn.model_spec import ForwardConfig
-from trainer.training import evaluation
+from trainer.training import evaluation, exact_reduction
 
 EOS = 2
 MAX_LENGTH = 12
@@ -48,7 +47,7 @@ def words(ids: list[int]) -> str:
 @pytest.fixture(autouse=True)
 def exact_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow exact results in this process. `test_exact_processes` tests the refusal after another use of JAX."""
-    monkeypatch.setattr(exact_sums, "fuses_multiply_add", lambda: False)
+    monkeypatch.setattr(exact_reduction, "fuses_multiply_add", lambda: False)
 
 
 @pytest.fixture(scope="module")
