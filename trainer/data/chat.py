@@ -189,17 +189,12 @@ TOOLS_KEY = "tools"
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation that the assistant continues.
+    """A conversation that the assistant continues."""
 
-    Attributes:
-        messages: Its messages.
-        tools: JSON schemas of the tools that the assistant may call. None without tools.
-        place: File and line, for error messages.
-    """
-
-    messages: Sequence[JsonObject]
+    messages: Sequence[JsonObject]  # Its messages
+    # JSON schemas of the tools that the assistant may call. None without tools.
     tools: Sequence[JsonObject] | None = None
-    place: str = "the conversation"
+    place: str = "the conversation"  # File and line, for error messages
 
 
 Prompt = str | ChatPrompt

@@ -65,15 +65,10 @@ OTHER_TEXTS = (TEXT_COLUMN, "content", "body", "code", "document", "article", "m
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the columns of a data set become tokens.
+    """How the columns of a data set become tokens."""
 
-    Attributes:
-        format: Value of `data.format`.
-        fields: Value of `data.fields`.
-    """
-
-    format: DataFormat
-    fields: str
+    format: DataFormat  # Value of `data.format`
+    fields: str  # Value of `data.fields`
 
     def keys(self, *, is_override: bool = False) -> Text:
         """Return the recipe keys that name the shape, without values that are defaults."""

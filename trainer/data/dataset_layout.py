@@ -22,18 +22,12 @@ from trainer.recipe.data_table import Data
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The part of a dataset to read.
+    """The part of a dataset to read."""
 
-    Attributes:
-        config: Configuration of a dataset. None for its default.
-        split: Split of a dataset. None selects the only split, or `train`.
-        revision: Revision of a dataset on the hub. None for `main`.
-        split_key: Name of the recipe key of the split, for errors.
-    """
-
-    config: str | None = None
-    split: str | None = None
-    revision: str | None = None
+    config: str | None = None  # Configuration of a dataset. None for its default.
+    split: str | None = None  # Split of a dataset. None selects the only split, or `train`.
+    revision: str | None = None  # Revision of a dataset on the hub. None for `main`.
+    # Name of the recipe key of the split, for errors
     split_key: str = field(default="split", compare=False)
 
 

@@ -33,17 +33,11 @@ MAX_DENOMINATOR = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mixture:
-    """A periodic pattern of sources.
+    """A periodic pattern of sources."""
 
-    Attributes:
-        pattern: [period] source of each position.
-        ranks: [period] positions of the same source before each position in the pattern.
-        counts: [sources] positions of each source in the pattern.
-    """
-
-    pattern: Int64Array
-    ranks: Int64Array
-    counts: Int64Array
+    pattern: Int64Array  # [period] source of each position
+    ranks: Int64Array  # [period] positions of the same source before each position in the pattern
+    counts: Int64Array  # [sources] positions of each source in the pattern
 
     def locate(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the source of each position, and the number of its earlier positions."""
@@ -145,22 +139,15 @@ class RowOrder:
     """Rows of each training step, epoch after epoch. A step may span two epochs.
 
     Each source of a mixture has its own epochs. Rows of a `ConcatenatedDataset` are numbered source after source.
-
-    Attributes:
-        n_rows: Rows of an epoch: of the dataset, or of all sources of a mixture.
-        batch_size: Rows of a step.
-        seed: Seed of the permutations.
-        shuffle: Permute the rows of each epoch. If False, rows keep the order of the data.
-        source_rows: Rows of each source of a mixture. Each of its epochs has every row once.
-        mixture: Source of each position. None if all rows have one order.
     """
 
-    n_rows: int
-    batch_size: int
-    seed: int
-    shuffle: bool
+    n_rows: int  # Rows of an epoch: of the dataset, or of all sources of a mixture
+    batch_size: int  # Rows of a step
+    seed: int  # Seed of the permutations
+    shuffle: bool  # Permute the rows of each epoch. If False, rows keep the order of the data.
+    # Rows of each source of a mixture. Each of its epochs has every row once.
     source_rows: tuple[int, ...] = ()
-    mixture: Mixture | None = None
+    mixture: Mixture | None = None  # Source of each position. None if all rows have one order.
 
     def rows(self, step: int, start: int = 0, stop: int | None = None) -> Int64Array:
         """Return the rows of a step.

@@ -60,41 +60,26 @@ from trainer.distributed.agreement import folder_processes
 
 @dataclass(frozen=True, slots=True)
 class TokenizedShare:
-    """The state of a store after the work of a process.
+    """The state of a store after the work of a process."""
 
-    Attributes:
-        folder: Folder of the store, also of an incomplete one.
-        n_shards: Number of shards.
-        n_missing: Number of shards left to other processes.
-        meta: Metadata of the store. None if shards are missing.
-        tokens: The mapped store. None if shards are missing.
-        is_described: Whether this process describes the store to the user: the one that completed it, or process
-            0 if it was complete before.
-    """
-
-    folder: Path
-    n_shards: int
-    n_missing: int
-    meta: StoreMeta | None = None
-    tokens: MappedTokens | None = None
+    folder: Path  # Folder of the store, also of an incomplete one
+    n_shards: int  # Number of shards
+    n_missing: int  # Number of shards left to other processes
+    meta: StoreMeta | None = None  # Metadata of the store. None if shards are missing.
+    tokens: MappedTokens | None = None  # The mapped store. None if shards are missing.
+    # Whether this process describes the store to the user: the one that completed it, or process 0 if it was complete
+    # before
     is_described: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DataInputs:
-    """The data files of a config, and the identity of their tokens.
+    """The data files of a config, and the identity of their tokens."""
 
-    Attributes:
-        config: The config, with the type of the files and the tokenizer's prefix.
-        tokenizer: Its tokenizer.
-        files: The files with their digests, without empty ones.
-        identity: Identity of the tokens.
-    """
-
-    config: TokenizeConfig
-    tokenizer: TextTokenizer
-    files: Sequence[DataFile]
-    identity: str
+    config: TokenizeConfig  # The config, with the type of the files and the tokenizer's prefix
+    tokenizer: TextTokenizer  # Its tokenizer
+    files: Sequence[DataFile]  # The files with their digests, without empty ones
+    identity: str  # Identity of the tokens
 
     @property
     def folder(self) -> Path:

@@ -58,17 +58,12 @@ ReadArch = Callable[[HFConfig], ArchConfig]
 
 @dataclass(frozen=True, slots=True)
 class RopeOverrides:
-    """Values of a recipe that replace those of a config.json. None keeps the value of the config.
+    """Values of a recipe that replace those of a config.json. None keeps the value of the config."""
 
-    Attributes:
-        scaling: `model.rope_scaling`, as in `rope_scaling` or `rope_parameters` of a config.json.
-        theta: `model.rope_theta`.
-        max_positions: `model.max_position_embeddings`.
-    """
-
+    # `model.rope_scaling`, as in `rope_scaling` or `rope_parameters` of a config.json
     scaling: HFConfig | None = None
-    theta: float | None = None
-    max_positions: int | None = None
+    theta: float | None = None  # `model.rope_theta`
+    max_positions: int | None = None  # `model.max_position_embeddings`
 
     @property
     def keys(self) -> tuple[str, ...]:
