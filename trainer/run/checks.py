@@ -165,9 +165,9 @@ def check_before_steps(
     Raises:
         PrepError: The data, the batch size, the schedule or the training state do not fit the earlier steps.
     """
-    if not run.is_first:
+    if not run.is_process_0:
         return
-    step = start.resume_step
+    step = start.steps_taken
     manifest = start.step_reader.manifest
     warnings: list[str] = []
     if step:
@@ -278,11 +278,11 @@ def check_machine(
         if available:
             available_text = format_bytes(available)
         observer.note(memory_table(plan.inputs, plan.memory, available_text))
-    if run.is_first:
+    if run.is_process_0:
         for warning in context_warnings(recipe, plan.inputs):
             observer.warn(warning)
     check_memory(plan, available_nbytes=available, observer=observer, force=run.options.force)
-    if run.is_first and run.storage.is_on_disk and not run.storage.steps():
+    if run.is_process_0 and run.storage.is_on_disk and not run.storage.steps():
         check_disk(run.folder, checkpoint_nbytes(recipe, plan.inputs.saved_leaves))
     return memory_fields(plan.memory, available)
 

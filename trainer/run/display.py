@@ -97,10 +97,7 @@ def status_lines(status: RunStatus, width: int) -> list[Line]:
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """Return values as bars of eight heights between the minimum and the maximum.
-
-    None is a space.
-    """
+    """Return values as bars of eight heights between the minimum and the maximum. None is a space."""
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return ""

@@ -93,10 +93,7 @@ class TensorBoardLog(MetricsLog):
         )
 
     def write(self, line: MetricsLine) -> None:
-        """Append the numbers of a line, visible to readers at once.
-
-        Raise PrepError if the disk refuses them.
-        """
+        """Append the numbers of a line, visible to readers at once. Raise PrepError if the disk refuses them."""
         values = [
             self._summary.Value(tag=tag, simple_value=value)
             for tag, value in metric_values(line).items()
@@ -123,10 +120,7 @@ class TensorBoardLog(MetricsLog):
 
 
 def import_tensorboard() -> list[Any]:
-    """Return TensorBoard's modules of events, summaries and event files.
-
-    Raise PrepError if it is not installed.
-    """
+    """Return TensorBoard's modules of events, summaries and event files. Raise PrepError if it is not installed."""
     names = (
         "compat.proto.event_pb2",
         "compat.proto.summary_pb2",
@@ -256,10 +250,7 @@ class WandbLog(MetricsLog):
 
 
 def import_wandb() -> Any:
-    """Return the module `wandb`.
-
-    Raise PrepError if it is not installed.
-    """
+    """Return the module `wandb`. Raise PrepError if it is not installed."""
     try:
         import wandb
     except ImportError:

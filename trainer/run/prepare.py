@@ -103,7 +103,7 @@ def configure(
     compare_start(
         run.group,
         start.manifest,
-        step=start.resume_step,
+        step=start.steps_taken,
         data_identity=datasets.identity,
         kernel=kernel.name,
     )
@@ -256,14 +256,14 @@ def load_state(run: Run, start: StartCheckpoint, config: LoopConfig) -> TrainSta
     from trainer.training.checkpoint import init_state, random_state, restore_state
 
     setup = config.setup
-    with explain_removed_step(run.storage, start.resume_step):
+    with explain_removed_step(run.storage, start.steps_taken):
         if isinstance(start.model_reader, RandomReader):
             return random_state(setup, run.recipe.seed)
-        if not start.resume_step and run.recipe.model.training_state:
+        if not start.steps_taken and run.recipe.model.training_state:
             # The step of another run, with its moments. `check_continued_start` has checked it.
             assert isinstance(start.model_reader, ItemReader)
             return restore_state(start.model_reader, setup)
-        if not start.resume_step:
+        if not start.steps_taken:
             return init_state(
                 start.model_reader,
                 setup,
@@ -294,6 +294,6 @@ def with_base_facts(
     leaves = flatten_tree(state["params"])
     digest = digest_base_params({path: leaves[path] for path in config.setup.model.base_paths})
     base = {"name": name, "digest": digest, SAMPLE_DIGEST_KEY: start.sample_digest()}
-    if start.resume_step:
+    if start.steps_taken:
         check_base(start.step_reader.manifest, base)
     return replace(config, manifest_fields=config.manifest_fields | Manifest(base=base))

@@ -137,7 +137,7 @@ def _recorded_tokens(
     """Return the tokens with which a resumed run began. None for a new run, and on other processes."""
     from trainer.data.tokenize_config import BOS_KEY, RecordedTokens
 
-    if not run.is_first or not start.resume_step:
+    if not run.is_process_0 or not start.steps_taken:
         return None
     add_bos = run.recipe.data.add_bos
     if BOS_KEY in changed:

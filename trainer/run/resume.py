@@ -121,7 +121,7 @@ def read_changed_keys(run: Run, start: StartCheckpoint) -> dict[str, tuple[Any, 
 
     Empty for a new run, and on other processes, which may not see the run's folder.
     """
-    if not run.is_first or not start.resume_step:
+    if not run.is_process_0 or not start.steps_taken:
         return {}
     # A dry run must not write to the run's folder: a bucket's recipe is downloaded to a temporary folder.
     recipe_file = run.storage.fetch_file(RECIPE_FILE, create_temporary_folder())
@@ -368,7 +368,7 @@ def check_resumable_step(run: Run, start: StartCheckpoint, config: LoopConfig) -
     from trainer.training.step import has_optimizer_state
 
     reader = start.step_reader
-    step = start.resume_step
+    step = start.steps_taken
     step_name = run.storage.step_name(step)
     hint = text(
         "pass {}, or start another run: set another {}, and {}",
@@ -410,7 +410,7 @@ def find_missing_events(
     missing = MissingEvents()
     if not step:
         missing = MissingEvents(config.is_evaluation_due(0), config.num_samples_due(0))
-    elif run.is_first:
+    elif run.is_process_0:
         make_folder(run)
         metrics = run.storage.fetch_file(METRICS_FILE, run.folder)
         samples = run.storage.fetch_file(SAMPLES_FILE, run.folder)
@@ -448,13 +448,13 @@ def find_patience(run: Run, config: LoopConfig, start: StartCheckpoint) -> Patie
     from trainer.training.eval_metrics import NO_EVALUATIONS, Patience
     from trainer.training.metrics import METRICS_FILE, logged_evaluation
 
-    step = start.resume_step
+    step = start.steps_taken
     if not step or not run.recipe.eval.patience:
         return NO_EVALUATIONS
     metric = config.best_metric
     recorded = Patience.of_manifest(start.step_reader.manifest, config.manifest_fields, metric.name)
     patience = recorded or NO_EVALUATIONS
-    if run.is_first and recorded is not None and recorded.last_step != step:
+    if run.is_process_0 and recorded is not None and recorded.last_step != step:
         # A signal had stopped the evaluation of this step, and a later start has repeated it without a save.
         make_folder(run)
         line = logged_evaluation(run.storage.fetch_file(METRICS_FILE, run.folder), step)
@@ -472,7 +472,7 @@ def find_lowest_cost(run: Run, config: LoopConfig, checkpoints: CheckpointManage
     if not config.saves_best:
         return math.inf
     lowest = math.inf
-    if run.is_first:
+    if run.is_process_0:
         metric = config.best_metric
         lowest = checkpoints.lowest_cost(score_group(metric.name, config.manifest_fields))
     # `repr` of a float is exact: all processes compare later values with the same one, and so

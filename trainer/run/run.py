@@ -72,8 +72,8 @@ class Run:
     observer: RunObserver  # Receives notes, warnings and progress of this process
     export: ExportStep  # Exports a step
     # Sets the phase of this process, such as `load` or `step 12`, for the watchdog of the run
-    enter_phase: Callable[[str], None] = lambda phase: None
-    processes_per_host: int = 1  # Largest number of processes of the run on one host
+    enter_phase: Callable[[str], None]
+    processes_per_host: int  # Largest number of processes of the run on one host
 
     @property
     def recipe(self) -> Recipe:
@@ -86,7 +86,7 @@ class Run:
         return self.storage.local_folder
 
     @property
-    def is_first(self) -> bool:
+    def is_process_0(self) -> bool:
         """Whether this is process 0, which alone writes the files that all processes share."""
         return self.group.index == 0
 

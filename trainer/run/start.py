@@ -194,7 +194,8 @@ class StartCheckpoint:
     # Folder of an Orbax checkpoint of prep, or the settings and files of another model
     model: AnyPath | StartModel
     tokenizer_folder: Path  # Folder with the tokenizer
-    resume_step: int = 0  # Step of the run, if the checkpoint is one. 0 means another model.
+    # Steps that the run has taken up to this checkpoint, the number of its last step. 0 for a new run.
+    steps_taken: int = 0
     hint: str = RECREATE_HINT  # Hint of the error for a damaged checkpoint
     commit: str | None = None  # Commit of the model on the hub
     # Settings of the trained adapters. None if the run trains all parameters.
@@ -225,7 +226,7 @@ class StartCheckpoint:
     def model_manifest(self, recipe: Recipe) -> Mapping[str, Any]:
         """Return the manifest of the model, with the recipe's changes of its config."""
         # The manifest of a step of the run has the recipe's changes already. The base of a LoRA run has not.
-        if self.resume_step and self.lora is None:
+        if self.steps_taken and self.lora is None:
             return self.manifest
         return override_config(self.manifest, recipe)
 
@@ -279,7 +280,7 @@ class StartCheckpoint:
         Args:
             path: The recipe's path of the model.
         """
-        if self.resume_step:
+        if self.steps_taken:
             return self.step_reader.manifest.origin
         if isinstance(self.model_reader, RandomReader):
             return {"is_random": True}
@@ -346,16 +347,13 @@ def open_last_step(storage: RunStorage, step: int, *, verify: bool) -> StartChec
         reader,
         reader.folder,
         local_folder(find_side_files(folder).copied, folder),
-        resume_step=int(reader.manifest["step"]),
+        steps_taken=int(reader.manifest["step"]),
         hint=hint,
     )
 
 
 def _open_orbax_start(path: Path, recipe: Recipe, *, verify: bool) -> StartCheckpoint:
-    """Open an Orbax checkpoint of prep: an init or a step of another run.
-
-    See `open_reader`.
-    """
+    """Open an Orbax checkpoint of prep: an init or a step of another run. See `open_reader`."""
     reader = open_reader(path, verify)
     if reader.manifest.family == VERBATIM:
         raise verbatim_error(str(path))
@@ -469,10 +467,7 @@ def _read_lock(path: str) -> Lock:
 def _open_random_start(
     recipe: Recipe, sharding: ShardingContext, check_config: Callable[[HFConfig], None]
 ) -> StartCheckpoint:
-    """Return the start of a run with random parameters.
-
-    The arguments are as for `open_model_start`.
-    """
+    """Return the start of a run with random parameters. The arguments are as for `open_model_start`."""
     assert sharding.mesh is not None
     model = random_start(recipe, sharding.mesh, recipe.rules or ())
     check_config(recipe_config(random_config(recipe.model), recipe.model))
@@ -548,7 +543,7 @@ def with_adapters(
             )
         return replace(
             start,
-            resume_step=int(reader.manifest["step"]),
+            steps_taken=int(reader.manifest["step"]),
             lora=lora.manifest_entry(),
             adapter_reader=reader,
         )

@@ -167,11 +167,11 @@ def run_summary_lines(
         limit = run.recipe.eval.limit or n_rows
         yield evaluation_text(run.recipe, min(n_rows, limit))
     yield from data_lines(run.recipe.data, is_read=True)
-    if run.is_first:
+    if run.is_process_0:
         folder = run.recipe.data.tokenizer or start.tokenizer_folder
         yield from _sample_counts_lines(config.train, Path(folder))
-    if start.resume_step:
-        yield f"resuming at step {start.resume_step}"
+    if start.steps_taken:
+        yield f"resuming at step {start.steps_taken}"
 
 
 def _sample_counts_lines(train: Dataset, tokenizer: Path) -> Iterator[str]:
@@ -236,10 +236,7 @@ def _short_sample(store: TokenStore, tokenizer_path: Path, max_chars: int) -> st
 
 
 def _mesh_lines(setup: StepSetup) -> Iterator[str]:
-    """Yield the mesh with the memory of the state, and the partition rules.
-
-    Without a mesh there are no lines.
-    """
+    """Yield the mesh with the memory of the state, and the partition rules. Without a mesh there are no lines."""
     from trainer.training.step import state_nbytes_per_device
 
     sharding = setup.forward_config.sharding
@@ -258,10 +255,7 @@ def _mesh_lines(setup: StepSetup) -> Iterator[str]:
 
 
 def adapters_text(model: ModelSpec) -> str:
-    """Return the adapters of a model and their size as text.
-
-    Empty without adapters.
-    """
+    """Return the adapters of a model and their size as text. Empty without adapters."""
     if model.adapters is None:
         return ""
     lora = model.adapters.config
@@ -302,10 +296,7 @@ def _size_text(size: int) -> str:
 
 
 def rope_text(arch_config: ArchConfig) -> str:
-    """Return the rotary embeddings of a model and its positions as text.
-
-    Empty without rotary embeddings.
-    """
+    """Return the rotary embeddings of a model and its positions as text. Empty without rotary embeddings."""
     if not arch_config.ropes:
         return ""
     ropes = " and ".join(_describe_rope(rope) for rope in arch_config.ropes if rope.rotary_dim)
@@ -313,10 +304,7 @@ def rope_text(arch_config: ArchConfig) -> str:
 
 
 def dropout_text(dropout: DropoutConfig) -> str:
-    """Return the rates of dropout and forgetful causal masking as text.
-
-    Empty without both.
-    """
+    """Return the rates of dropout and forgetful causal masking as text. Empty without both."""
     rates: list[str] = []
     for site in DROPOUT_SITES:
         rate = getattr(dropout, site)

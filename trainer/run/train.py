@@ -1,13 +1,14 @@
 """Train with a recipe, from the recipe's checkpoint or from the last step of the run.
 
-`train` is the table of contents of a run. The other functions are in the order of their calls.
+`train` is the table of contents of a run. The other functions are in the order of their calls. The number of a step is
+the number of steps taken after it: 0 is the start, and `steps` the number of the last one. Only orders of rows and
+schedules count steps from 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from prepcli.execution.signals import (
     raise_stop,
     remember_signal,
 )
-from prepcli.execution.training_storage import joint_work
+from prepcli.execution.training_storage import RunStorage, joint_work
 from prepcli.formats.manifest import RECIPE_FILE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.locate import make_access
@@ -106,10 +107,14 @@ def train(
     from trainer.training.loop import Loop
 
     with connect(loaded, options, observer, export) as run, ExitStack() as displays:
-        with interruptible(run) as stack:
+        with (
+            raise_on_signal(),
+            note_durable_work(lambda: describe_durable(options, run.storage)),
+            ExitStack() as stack,
+        ):
             start, sharding = open_start(run, stack)
             config, memory = configure(run, start, sharding, stack)
-            step = start.resume_step
+            step = start.steps_taken
             if options.dry_run:
                 return make_result(run, config, step=step, resumed_at=step, memory=memory)
             patience = find_patience(run, config, start)
@@ -176,13 +181,12 @@ def connect(
     process = process_number(group)
     observer = observer.for_process(process, all_print=recipe.log.all_workers)
     storage = open_run_storage(options.out, recipe, observer)
-    run = Run(loaded, options, storage, group, observer, export)
     together = run_together(
         group,
         recipe.cluster,
         observer,
         has_saved_step=lambda: bool(storage.steps(refresh=False)),
-        describe_durable=lambda: describe_durable(run),
+        describe_durable=lambda: describe_durable(options, storage),
     )
     with label_errors(process), together as enter_phase, catch_out_of_memory():
         enter_phase("load")
@@ -192,14 +196,22 @@ def connect(
             start_exact_backend()
         if recipe.cluster.n_local_devices is not None:
             check_local_devices(recipe.cluster.n_local_devices)
+        run = Run(
+            loaded,
+            options,
+            storage=storage,
+            group=group,
+            observer=observer,
+            export=export,
+            enter_phase=enter_phase,
+            processes_per_host=processes_per_host(group),
+        )
         check_storage(run)
         with ExitStack() as stack:
             # A dry run writes nothing to the run, and may be asked for while another process trains it.
             if not options.dry_run:
                 stack.enter_context(hold_run(storage, group, observer.warn))
-            yield replace(
-                run, enter_phase=enter_phase, processes_per_host=processes_per_host(group)
-            )
+            yield run
 
 
 def process_number(group: ProcessGroup) -> int | None:
@@ -209,17 +221,17 @@ def process_number(group: ProcessGroup) -> int | None:
     return group.index
 
 
-def describe_durable(run: Run) -> str:
+def describe_durable(options: TrainSettings, storage: RunStorage) -> str:
     """Describe what the next start continues from, for the message of a signal. Empty in a dry run."""
-    if run.options.dry_run:
+    if options.dry_run:
         return ""
-    return describe_saved_progress(run.storage)
+    return describe_saved_progress(storage)
 
 
 def check_storage(run: Run) -> None:
     """Check that the storage of the run is empty or a run, that all processes see it, and that it can have the logs."""
     storage = run.storage
-    if run.is_first:
+    if run.is_process_0:
         storage.check()
         check_logs(run.recipe.log, storage)
     if run.group.count > 1 and storage.is_on_disk and not run.options.dry_run:
@@ -228,13 +240,6 @@ def check_storage(run: Run) -> None:
         run.observer.note(
             f"tokens and metrics are written to {run.folder} first; `data.cache` names a folder for tokens"
         )
-
-
-@contextmanager
-def interruptible(run: Run) -> Iterator[ExitStack]:
-    """End the run at a signal in the block, before its first step. The stack is closed after the block."""
-    with raise_on_signal(), note_durable_work(lambda: describe_durable(run)), ExitStack() as stack:
-        yield stack
 
 
 def open_start(run: Run, stack: ExitStack) -> tuple[StartCheckpoint, ShardingContext]:
@@ -290,7 +295,7 @@ def open_start(run: Run, stack: ExitStack) -> tuple[StartCheckpoint, ShardingCon
     stack.enter_context(start.model_reader)
     if start.adapter_reader is not None:
         stack.enter_context(start.adapter_reader)
-    if not (options.dry_run or start.resume_step):
+    if not (options.dry_run or start.steps_taken):
         # Before the data is tokenized, which may take hours
         check_repository(run)
     return start, sharding
@@ -320,10 +325,7 @@ def _recipe_sharding(run: Run) -> ShardingContext:
 
 
 def _last_step(run: Run) -> int:
-    """Return the step to resume from, as process 0 sees the run.
-
-    0 starts from the recipe's checkpoint.
-    """
+    """Return the step to resume from, as process 0 sees the run. 0 starts from the recipe's checkpoint."""
     # Another host may list the folder from a cache of its file system. Processes that start from
     # different steps would compute different gradients, so that only process 0 decides.
     last_step = 0
@@ -349,11 +351,11 @@ def _note_early_end(run: Run, config: LoopConfig, *, step: int, end_reason: str)
 
 def check_unread(run: Run, start: StartCheckpoint) -> None:
     """Check what is not read while the state is loaded: the hub's repository, and tensors without checksums."""
-    if start.resume_step:
+    if start.steps_taken:
         # Only now it is known whether the run is finished: a finished run without a repository needs no check.
         check_repository(run)
     if run.options.verify:
-        start.check_remaining(run.observer, has_state=bool(start.resume_step))
+        start.check_remaining(run.observer, has_state=bool(start.steps_taken))
 
 
 def open_checkpoints(
@@ -408,7 +410,7 @@ def begin_writing(
     restart = run.options.restart
     # All processes wait here for the check of process 0, before any of them changes its file of metrics.
     with joint_work(run.group, "last-step"):
-        if run.is_first and not restart:
+        if run.is_process_0 and not restart:
             check_last_step(run.storage, step)
     if restart:
         # A lock, where the storage has them, excludes other starts. A kill after `clear` leaves a run without steps:
@@ -419,7 +421,7 @@ def begin_writing(
     if exports is not None:
         exports.start_missing(checkpoints.steps())
     # The recipe is written before the first step is taken, so each saved step has the recipe of its run beside it.
-    if run.is_first:
+    if run.is_process_0:
         write_run_file(run, RECIPE_FILE, recipe_to_toml(run.recipe, run.loaded.origins))
         write_environment(run, config, step)
 
@@ -441,7 +443,7 @@ def make_profiler(run: Run) -> StepProfiler | None:
     from trainer.training.events import PROFILE_FOLDER, StepProfiler
 
     profile = run.recipe.train.profile
-    if profile is None or not run.is_first:
+    if profile is None or not run.is_process_0:
         return None
     return StepProfiler(
         profile["start"], profile["steps"], run.folder / PROFILE_FOLDER, run.observer.warn
