@@ -218,10 +218,7 @@ def _damaged_error(why: str) -> PrepError:
 
 
 def cut_documents(ends: Iterable[Int64Array], seq_length: int, window: int) -> Iterator[Pieces]:
-    """Cut documents into pieces of at most `seq_length` tokens.
-
-    Yields `window` pieces at a time, then the rest.
-    """
+    """Cut documents into pieces of at most `seq_length` tokens. Yields `window` pieces at a time, then the rest."""
     waiting: list[Pieces] = []
     n_waiting = 0
     for pieces in _cut_blocks(ends, seq_length, window):

@@ -43,10 +43,7 @@ class DataFile:
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
-        """Open the file without a buffer.
-
-        An OSError in the block becomes a PrepError with the name of the file.
-        """
+        """Open the file without a buffer. An OSError in the block becomes a PrepError with the name of the file."""
         try:
             # A remote file is opened at its listed version.
             if self.open_remote is not None:

@@ -510,10 +510,7 @@ class CachedDataset:
         return sorted(names)
 
     def readme(self) -> Path | None:
-        """Return the path of the README.
-
-        None if it is not in the cache.
-        """
+        """Return the path of the README. None if it is not in the cache."""
         path = self.folder / README
         if path.is_file():
             return path

@@ -66,10 +66,7 @@ class ExactReduction:
     def map_shards(
         self, function: Callable[[Tree, TokenBatch], Any], params: Tree, batch: TokenBatch
     ) -> Any:
-        """Compute a function of parameters and rows for each logical shard.
-
-        Arrays of its result are [shards, ...].
-        """
+        """Compute a function of parameters and rows for each logical shard. Arrays of its result are [shards, ...]."""
 
         def map_local(params: Tree, rows: TokenBatch) -> Any:
             one = _runtime_one(rows)

@@ -145,10 +145,7 @@ def _add_peer(meeting: _Meeting, peer: _Peer) -> PrepError | None:
 
 
 def _find_stranger(peer: _Peer, other: _Peer | None, address: ProcessAddress) -> _Peer | None:
-    """Return the process of another job, of two processes with the same index.
-
-    None if no job is known to differ.
-    """
+    """Return the process of another job, of two processes with the same index. None if no job is known to differ."""
     if peer.job and address.job and peer.job != address.job:
         return peer
     if other is None or peer.settings_digest == other.settings_digest:

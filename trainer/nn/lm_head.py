@@ -431,10 +431,7 @@ def _token_loss_gradients(linear_logits: Array, chunk: _Chunk, head: LMHead) -> 
 
 
 def _argmax(logits: Array) -> Array:
-    """Return the first index of the largest logit, int32 [B, C].
-
-    XLA vectorizes this on CPUs, but not `jnp.argmax`.
-    """
+    """Return the first index of the largest logit, int32 [B, C]. XLA vectorizes this on CPUs, but not `jnp.argmax`."""
     vocab_rows = logits.shape[-1]
     is_largest = logits == logits.max(-1, keepdims=True)
     return jnp.where(is_largest, jnp.arange(vocab_rows), vocab_rows).min(-1)

@@ -374,10 +374,7 @@ class LayerStack:
         return copies_nbytes + FLOAT32 * self._query_size()
 
     def _expert_nbytes(self) -> int:
-        """Return the working set of an MoE layer's experts, or 0 without experts.
-
-        One expert is computed at a time.
-        """
+        """Return the working set of an MoE layer's experts, or 0 without experts. One expert is computed at a time."""
         inputs = self.inputs
         top_k = self.arch_config.experts_per_token
         if not top_k:

@@ -158,10 +158,7 @@ def overflow_text(paths: Sequence[str]) -> str:
 
 
 def count_leaf_changes(leaf: Array, dtype: str) -> tuple[int, int]:
-    """Return the numbers of values that a cast changes, and of finite ones that it makes infinite.
-
-    NaN stays NaN.
-    """
+    """Return the numbers of values that a cast changes, and of finite ones that it makes infinite. NaN stays NaN."""
     sharding = leaf.sharding
     # Replicated counts are addressable by every process of a run.
     replicated: NamedSharding | None = None

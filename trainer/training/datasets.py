@@ -325,10 +325,7 @@ def _decoder_dataset(
 def _span_special_ids(
     data: Data, config: TokenizeConfig, model_config: HFConfig
 ) -> SpanCorruptionTokenIds | None:
-    """Return the token ids that span corruption adds.
-
-    None if the objective is another one.
-    """
+    """Return the token ids that span corruption adds. None if the objective is another one."""
     if data.objective != SPAN_CORRUPTION:
         return None
     eos_id = config.examples.eos_id
@@ -428,10 +425,7 @@ def decoder_start_token_id(config: HFConfig, vocab: int) -> int:
 
 
 def _special_id(config: HFConfig, key: str) -> int | None:
-    """Return a token id of a model's config, the first of several.
-
-    None if the config has none.
-    """
+    """Return a token id of a model's config, the first of several. None if the config has none."""
     value = config.get(key)
     # E.g. Llama 3 has a list of end tokens. The first one ends a document.
     if isinstance(value, list) and value:
@@ -493,10 +487,7 @@ def make_order(datasets: Datasets, batch_size: int, *, seed: int, shuffle: bool)
 def tokens_by_source(
     order: RowOrder, train: Dataset, step: int, *, tokens_per_row: int
 ) -> dict[str, int]:
-    """Return the tokens of each source in the first steps, by metric name.
-
-    Empty without a mixture.
-    """
+    """Return the tokens of each source in the first steps, by metric name. Empty without a mixture."""
     tokens: dict[str, int] = {}
     if not isinstance(train, ConcatenatedDataset):
         return tokens

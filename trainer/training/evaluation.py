@@ -171,10 +171,7 @@ def evaluate(
 
 
 def combine_results(results: Iterable[EvaluationResult]) -> EvaluationResult:
-    """Return the result over the tokens of several datasets.
-
-    Datasets without tokens do not count.
-    """
+    """Return the result over the tokens of several datasets. Datasets without tokens do not count."""
     num_tokens = 0
     loss_sums: list[float] = []
     correct_sums: list[float] = []
@@ -194,10 +191,7 @@ def combine_results(results: Iterable[EvaluationResult]) -> EvaluationResult:
 
 
 def _exact_sum(values: list[float]) -> float:
-    """Return the correctly rounded sum, which does not depend on the order.
-
-    Infinite and NaN values are added too.
-    """
+    """Return the correctly rounded sum, which does not depend on the order. Infinite and NaN values are added too."""
     if all(map(math.isfinite, values)):
         return math.fsum(values)
     # `fsum` raises an error for inf - inf, where a sum is NaN.
@@ -279,10 +273,7 @@ def _request_batches(
 def _make_rows(
     requests: Sequence[ScoreRequest], num_rows: int, length: int
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return inputs, targets and weights [num_rows, length].
-
-    Padding, and rows beyond the requests, have weight 0.
-    """
+    """Return inputs, targets and weights [num_rows, length]. Padding, and rows beyond the requests, have weight 0."""
     tokens, targets = np.zeros((2, num_rows, length), np.int32)
     weights = np.zeros((num_rows, length), np.float32)
     for row, request in enumerate(requests):

@@ -273,10 +273,7 @@ class StopSignals:
         self._agreed = max(self._agreed, STOP_REASONS[int(largest)], key=STOP_REASONS.index)
 
     def reason(self) -> str:
-        """Return the name of the signal.
-
-        Empty if there is none.
-        """
+        """Return the name of the signal. Empty if there is none."""
         # With several processes, a local signal counts only after a step has carried it to all of
         # them.
         if self._sharding is None:

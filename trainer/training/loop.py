@@ -220,10 +220,7 @@ class Loop:
         return self.stop_signals.reason()
 
     def _compile_step(self) -> CompiledStep:
-        """Compile the training step for the state's shardings.
-
-        The state is donated.
-        """
+        """Compile the training step for the state's shardings. The state is donated."""
         setup = self.config.setup
         start_s = self.timer.clock()
         shapes = jax.tree.map(
@@ -291,10 +288,7 @@ class Loop:
         return self.config.saves_best and cost < self.lowest_cost
 
     def _drain_metrics(self, lag: int) -> None:
-        """Fetch and log the metrics of all steps but the last `lag`.
-
-        Raise PrepError if too many were skipped.
-        """
+        """Fetch and log the metrics of all steps but the last `lag`. Raise PrepError if too many were skipped."""
         config = self.config
         while len(self.pending_metrics) > lag:
             step, metrics = self.pending_metrics.popleft()
@@ -409,10 +403,7 @@ class Loop:
             self.timer.resume()
 
     def _save(self) -> None:
-        """Begin to save this step unless it is saved already.
-
-        Raise PrepError if the state is not finite.
-        """
+        """Begin to save this step unless it is saved already. Raise PrepError if the state is not finite."""
         if self.last_saved_step == self.step:
             return
         with self._event("save"):
@@ -436,10 +427,7 @@ class Loop:
             self.last_saved_step = self.step
 
     def _manifest_fields(self) -> Manifest:
-        """Return the entries of the manifest.
-
-        `param_cast` is absent if a value is too large for `saved_dtype`.
-        """
+        """Return the entries of the manifest. `param_cast` is absent if a value is too large for `saved_dtype`."""
         fields = self.config.manifest_fields
         metric = self.config.best_metric
         cost = self.eval_costs.get(self.step, math.inf)
@@ -461,10 +449,7 @@ class Loop:
         return fields
 
     def _wait_for_save(self) -> None:
-        """Wait for the save in the background, and report it.
-
-        Raise its PrepError if it failed.
-        """
+        """Wait for the save in the background, and report it. Raise its PrepError if it failed."""
         if self.pending_save:
             step, save = self.pending_save
             # Cleared first: an error of the save is raised once, and not again when the run ends.

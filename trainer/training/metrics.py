@@ -222,10 +222,7 @@ def _parse_line(line: bytes) -> JsonObject | None:
 
 
 def _raw_line_step(line: bytes) -> int | None:
-    """Return the step of a line.
-
-    None if it is not a JSON object with a step.
-    """
+    """Return the step of a line. None if it is not a JSON object with a step."""
     # Matches lines as prep writes them, which is faster than parsing JSON.
     match = LINE_START.match(line)
     if match and line.endswith(b"}"):
@@ -359,10 +356,7 @@ class MetricsWriter:
             raise self._write_error(error) from error
 
     def write(self, line: MetricsLine) -> None:
-        """Append a line, visible to readers at once.
-
-        Raise PrepError if the disk refuses it.
-        """
+        """Append a line, visible to readers at once. Raise PrepError if the disk refuses it."""
         data = f"{_to_json(line)}\n".encode()
         try:
             while data:

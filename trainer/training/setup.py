@@ -147,10 +147,7 @@ def build_step_setup(
 
 
 def _loss_scale(recipe: Recipe) -> LossScale | None:
-    """Return the loss scale of a run in float16.
-
-    None in other dtypes.
-    """
+    """Return the loss scale of a run in float16. None in other dtypes."""
     if recipe.model.dtype != "float16":
         return None
     scale = recipe.optimizer.loss_scale

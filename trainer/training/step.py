@@ -473,10 +473,7 @@ def _shard_like_params(gradients: Tree, setup: StepSetup) -> Tree:
 
 
 def _split_micro_batches(batch: TokenBatch, setup: StepSetup) -> dict[str, Array]:
-    """Reshape [batch, ...] to [accumulate, micro-batch, ...].
-
-    Each device keeps its rows of every micro-batch.
-    """
+    """Reshape [batch, ...] to [accumulate, micro-batch, ...]. Each device keeps its rows of every micro-batch."""
     num_micro_batches = setup.accumulate
 
     def split(array: Array) -> Array:

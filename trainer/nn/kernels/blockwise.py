@@ -170,10 +170,7 @@ def attend_in_tiles(
 
 
 def _pad_labels(labels: Labels, pad: Callable[..., Array], padding_id: int) -> Labels:
-    """Add a row axis to all labels and append padding.
-
-    A padding key is not valid, so that no query sees it.
-    """
+    """Add a row axis to all labels and append padding. A padding key is not valid, so that no query sees it."""
     return Labels(
         _pad_label(labels.positions, pad, padding_id),
         _pad_label(labels.segment_ids, pad, padding_id),
