@@ -33,7 +33,7 @@ from trainer.training.eval_metrics import NO_TOKEN_FUNCTIONS, TokenFunctions
 
 if TYPE_CHECKING:
     from prepcli.core.process_group import ProcessGroup
-    from trainer.distributed.start import CoordinatedProcesses
+    from trainer.distributed.processes import CoordinatedProcesses
     from trainer.distributed.watchdog import JobEnd, Watchdog
     from trainer.recipe.tables import Cluster
 
@@ -148,7 +148,7 @@ def connect_processes(recipe: Recipe) -> ProcessGroup:
     Raises:
         PrepError: A process did not start in time.
     """
-    from trainer.distributed.start import request_local_devices, start_processes
+    from trainer.distributed.processes import request_local_devices, start_processes
 
     if recipe.cluster.n_local_devices is not None:
         request_local_devices(recipe.cluster.n_local_devices)
@@ -274,7 +274,7 @@ def run_together(
     Raises:
         PrepError: The connection to the other processes is broken.
     """
-    from trainer.distributed.start import CoordinatedProcesses
+    from trainer.distributed.processes import CoordinatedProcesses
     from trainer.distributed.watchdog import Watchdog, WatchSettings
 
     if not isinstance(group, CoordinatedProcesses):
@@ -329,7 +329,7 @@ def _wait_for_cause(
     """
     from jax.errors import JaxRuntimeError
 
-    from trainer.distributed.start import ConnectionBrokenError
+    from trainer.distributed.processes import ConnectionBrokenError
 
     # JAX has no exception type for a broken connection. Only the text distinguishes it from a bug.
     is_connection = isinstance(error, JaxRuntimeError) and any(

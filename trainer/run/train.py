@@ -173,8 +173,8 @@ def connect(
     """
     from trainer.distributed.agreement import processes_per_host
     from trainer.distributed.exact_reduction import start_exact_backend
+    from trainer.distributed.processes import check_local_devices
     from trainer.distributed.sharding import catch_out_of_memory
-    from trainer.distributed.start import check_local_devices
 
     recipe = loaded.recipe
     group = connect_processes(recipe)

@@ -12,7 +12,7 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from packaging.specifiers import SpecifierSet
 
 from trainer.distributed import devices
-from trainer.distributed.start import CALLBACK, CLIENT_FACTORY
+from trainer.distributed.processes import CALLBACK, CLIENT_FACTORY
 
 ROOT = Path(__file__).parents[3]
 BOUND = ">=0.10,<0.13"

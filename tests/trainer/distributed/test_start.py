@@ -13,13 +13,13 @@ from prepcli.core.errors import PrepError
 from prepcli.core.process_address import ProcessAddress
 from prepcli.launch.local import free_port
 from tests.helpers.waiting import MAX_S
-from trainer.distributed.start import check_coordinator_host
+from trainer.distributed.processes import check_coordinator_host
 
 CONNECTED = """
 import sys
 import jax
-from trainer.distributed.start import CoordinatedProcesses
-from trainer.distributed.start import start_processes
+from trainer.distributed.processes import CoordinatedProcesses
+from trainer.distributed.processes import start_processes
 from prepcli.core.errors import PrepError
 from prepcli.core.process_address import ProcessAddress
 
@@ -38,7 +38,7 @@ except PrepError as error:
 TWICE = """
 import sys
 import jax
-from trainer.distributed.start import start_processes
+from trainer.distributed.processes import start_processes
 from prepcli.core.errors import PrepError
 from prepcli.core.process_address import ProcessAddress
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.helpers.waiting import MAX_S
-from trainer.distributed.start import ConnectionBrokenError
+from trainer.distributed.processes import ConnectionBrokenError
 from trainer.distributed.watchdog import INTERVAL_S, JobEnd, Watchdog, WatchSettings
 
 pytestmark = pytest.mark.waits

@@ -10,7 +10,7 @@ import pytest
 from prepcli.commands.console.ui import open_ui
 from prepcli.commands.operations.recipes import recipes_folder
 from prepcli.core.process_group import SingleProcess
-from trainer.distributed import agreement, start
+from trainer.distributed import agreement, processes
 from trainer.recipe import load_recipe
 from trainer.run.run import (
     TrainSettings,
@@ -38,7 +38,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         return SingleProcess()
 
     monkeypatch.setattr(agreement, "check_agreement", check_agreement)
-    monkeypatch.setattr(start, "start_processes", start_processes)
+    monkeypatch.setattr(processes, "start_processes", start_processes)
     return all_facts
 
 

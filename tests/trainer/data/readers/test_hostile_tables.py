@@ -19,7 +19,7 @@ from tests.helpers.hostile_tables import (
     text_batch,
 )
 from trainer.data.files import hash_file
-from trainer.data.readers import READERS, tables
+from trainer.data.readers import READERS, table_files
 from trainer.data.readers.reader import ReadOptions, Record
 
 FORMATS: dict[str, Callable[[pa.RecordBatch], bytes]] = {"stream": stream_bytes, "file": file_bytes}
@@ -135,7 +135,7 @@ def test_rows_of_one_dictionary_are_read_in_bounded_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """100 MB of texts, decoded with 32 MiB for a part and 8 rows."""
-    monkeypatch.setattr(tables, "DECODING_NBYTES", 32 << 20)
+    monkeypatch.setattr(table_files, "DECODING_NBYTES", 32 << 20)
     texts = pa.DictionaryArray.from_arrays(
         pa.array([0] * 100, pa.int32()), pa.array(["a" * 1_000_000])
     )
@@ -149,7 +149,7 @@ def test_rows_of_one_dictionary_are_read_in_bounded_parts(
 def test_page_over_the_memory_limit_is_refused(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(tables, "DECODING_NBYTES", 32 << 20)
+    monkeypatch.setattr(table_files, "DECODING_NBYTES", 32 << 20)
     batch = pa.RecordBatch.from_arrays([pa.array(["a" * 60_000_000])], names=["text"])
     path = tmp_path / f"a.{suffix}"
     data = (
@@ -175,7 +175,7 @@ def test_end_of_the_process_between_two_parts_is_an_error(
             super().__init__(*args, **options)
             boxes.append(self)
 
-    monkeypatch.setattr(tables, "Sandbox", KeptSandbox)
+    monkeypatch.setattr(table_files, "Sandbox", KeptSandbox)
     path = tmp_path / "a.arrow"
     batch = pa.RecordBatch.from_arrays([pa.array(["a" * 3_000_000] * 4)], names=["text"])
     path.write_bytes(stream_bytes(batch))
