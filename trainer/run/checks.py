@@ -29,7 +29,7 @@ from prepcli.models.lora import Adapters, num_features, rank_axis
 from prepcli.models.param_tree import ParamLeaf
 from prepcli.planning.tensors import itemsize
 from trainer.data.dataset_layout import eval_selection, train_selection
-from trainer.data.files import DataFile, EmptyFileError, check_not_empty, check_readable
+from trainer.data.files import EmptyFileError, check_not_empty, check_readable
 from trainer.data.find_files import (
     DataFinder,
     find_data_files,
@@ -92,7 +92,10 @@ def check_inputs(
                 empty: list[EmptyFileError] = []
                 for file in files:
                     try:
-                        _check_file(file)
+                        if isinstance(file, Path):
+                            check_readable(file)
+                        else:
+                            check_not_empty(file)
                     except EmptyFileError as error:
                         empty.append(error)
                 if empty and len(empty) == len(files):
@@ -100,13 +103,6 @@ def check_inputs(
     tokenizer = recipe.data.tokenizer
     if tokenizer and not (may_be_absent and not os.path.exists(tokenizer)):
         check_tokenizer_exists(Path(tokenizer))
-
-
-def _check_file(file: Path | DataFile) -> None:
-    if isinstance(file, Path):
-        check_readable(file)
-    else:
-        check_not_empty(file)
 
 
 def check_model(recipe: Recipe, model: DataModel) -> None:

@@ -326,7 +326,8 @@ def open_logs(run: Run, step: int, *, has_sampler: bool) -> Iterator[list[RunLog
         services: list[RunLog] = []
         if index == 0:
             # Before the file of metrics is opened, which removes the lines of repeated steps.
-            services = [_closing(log, stack) for log in _open_services(run, step)]
+            for service, setting in _enabled_services(run.recipe.log):
+                services.append(_closing(service.open(run, setting, step), stack))
         logs = [_open_file(run, name, MetricsFileLog(run.folder / name, step), stack), *services]
         if index == 0:
             run.storage.fetch_file(SAMPLES_FILE, run.folder)
@@ -335,12 +336,6 @@ def open_logs(run: Run, step: int, *, has_sampler: bool) -> Iterator[list[RunLog
             if has_sampler or path.exists():
                 logs.append(_open_file(run, SAMPLES_FILE, SamplesFileLog(path, step), stack))
         yield logs
-
-
-def _open_services(run: Run, step: int) -> Iterator[RunLog]:
-    """Open the services of the recipe, to continue after a step."""
-    for service, setting in _enabled_services(run.recipe.log):
-        yield service.open(run, setting, step)
 
 
 def _open_file(run: Run, name: str, log: RunLog, stack: ExitStack) -> RunLog:

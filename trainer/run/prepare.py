@@ -13,8 +13,8 @@ from prepcli.core.errors import Key, text, usage_error
 from prepcli.formats.manifest import SAMPLE_DIGEST_KEY
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.restore.item_reader import ItemReader
-from trainer.planning.step_inputs import check_patterns
-from trainer.recipe import Recipe, batch_shape, recipe_to_toml
+from trainer.planning.step_inputs import check_patterns, split_batch
+from trainer.recipe import Recipe, recipe_to_toml
 from trainer.recipe.key_types import MAX_INT32
 from trainer.run.checks import check_before_steps, check_machine, check_model
 from trainer.run.recipe_data import run_datasets
@@ -147,10 +147,8 @@ def build_loop_config(
     assert sharding.mesh is not None
     _check_stride(recipe, datasets)
     check_patterns(recipe.optimizer, model.saved_leaves)
-    shape = batch_shape(
-        recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size
-    )
-    order = make_order(datasets, shape.size, seed=recipe.seed, shuffle=recipe.data.shuffle)
+    batch_size = split_batch(recipe, sharding.mesh, sharding.rules).shape.size
+    order = make_order(datasets, batch_size, seed=recipe.seed, shuffle=recipe.data.shuffle)
     steps = _num_steps(recipe, datasets.train.n_rows, order)
     setup = build_step_setup(
         recipe,
@@ -178,7 +176,7 @@ def build_loop_config(
         | run.options.token_functions.manifest_fields
         | Manifest(
             data=datasets.identity,
-            batch_size=shape.size,
+            batch_size=batch_size,
             rate=setup.optimizer.lr_schedule.manifest_fields(),
         )
         | _evaluation_fields(recipe, datasets),

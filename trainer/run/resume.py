@@ -141,9 +141,13 @@ def check_changed_keys(changed: Mapping[str, tuple[Any, Any]]) -> None:
     """
     changes: list[str] = []
     for key, values in sorted(changed.items()):
-        # The data is compared by content, so its files may move.
-        has_moved = key == SOURCES_KEY and _have_moved(*values)
-        if key not in CHANGEABLE_ON_RESUME and not has_moved:
+        if key == SOURCES_KEY:
+            # The data is compared by content, so its files may move.
+            before, after = (_without_paths(sources or ()) for sources in values)
+            may_change = before == after
+        else:
+            may_change = key in CHANGEABLE_ON_RESUME
+        if not may_change:
             changes.append(f"{key}: {change_text(values)}")
     if changes:
         raise PrepError("the run began with another recipe", ", ".join(changes), restart_hint())
@@ -200,13 +204,6 @@ def _schedule_change(
     if not causes:
         return effects
     return f"{', '.join(causes)} (of the schedule: {effects})"
-
-
-def _have_moved(
-    before: Sequence[Mapping[str, object]] | None, after: Sequence[Mapping[str, object]] | None
-) -> bool:
-    """Return whether the sources of a mixture differ only in the paths of their data."""
-    return _without_paths(before or ()) == _without_paths(after or ())
 
 
 def _without_paths(sources: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:

@@ -79,6 +79,7 @@ from trainer.training.metrics import RunLog
 
 if TYPE_CHECKING:
     from prepcli.core.process_group import ProcessGroup
+    from prepcli.models.rules import Rules
     from trainer.distributed.sharding import ShardingContext
     from trainer.training.events import LoopConfig, StepProfiler
     from trainer.training.loop import Loop
@@ -252,13 +253,12 @@ def open_start(run: Run, stack: ExitStack) -> tuple[StartCheckpoint, ShardingCon
     Returns:
         The checkpoint, and the sharding of the run.
     """
-    from prepcli.models.mesh import parse_mesh, parse_slice_counts
-    from trainer.distributed.sharding import make_sharding_context
+    from prepcli.models.rule_text import merge_rules
     from trainer.training.setup import check_batch, partition_rules
 
     options = run.options
     recipe = run.recipe
-    recipe_sharding = _recipe_sharding(run)
+    recipe_sharding = _make_sharding(run, merge_rules(recipe.rules or (), origin=Key("rules")))
     access = make_access(run.observer, offline=options.offline)
     # A missing data file or a mesh that the devices do not fill is found before a model is located,
     # which may download it.
@@ -286,11 +286,7 @@ def open_start(run: Run, stack: ExitStack) -> tuple[StartCheckpoint, ShardingCon
     if options.restart:
         check_restart_source(start, run.storage, recipe)
     # The rules of the checkpoint apply if the recipe has none. They are known only now.
-    sharding = make_sharding_context(
-        parse_mesh(recipe.mesh, Key("mesh")),
-        partition_rules(recipe, start.manifest),
-        slices=parse_slice_counts(recipe.cluster.dcn_mesh),
-    )
+    sharding = _make_sharding(run, partition_rules(recipe, start.manifest))
     check_batch(recipe, sharding)
     stack.enter_context(start.model_reader)
     if start.adapter_reader is not None:
@@ -301,19 +297,16 @@ def open_start(run: Run, stack: ExitStack) -> tuple[StartCheckpoint, ShardingCon
     return start, sharding
 
 
-def _recipe_sharding(run: Run) -> ShardingContext:
-    """Return the sharding of the recipe's mesh, slices and rules.
+def _make_sharding(run: Run, rules: Rules) -> ShardingContext:
+    """Return the sharding of the recipe's mesh and slices.
 
     In a dry run with too few devices, the error suggests `prep plan`, which needs none.
     """
     from prepcli.models.mesh import parse_mesh, parse_slice_counts
-    from prepcli.models.rule_text import merge_rules
     from trainer.distributed.sharding import make_sharding_context
 
-    recipe = run.recipe
-    mesh = parse_mesh(recipe.mesh, Key("mesh"))
-    slices = parse_slice_counts(recipe.cluster.dcn_mesh)
-    rules = merge_rules(recipe.rules or (), origin=Key("rules"))
+    mesh = parse_mesh(run.recipe.mesh, Key("mesh"))
+    slices = parse_slice_counts(run.recipe.cluster.dcn_mesh)
     try:
         return make_sharding_context(mesh, rules, slices=slices)
     except UsageError as error:

@@ -270,7 +270,9 @@ class Loop:
             if is_evaluation_due:
                 self._evaluate()
             ends_early = bool(self.config.end_reason(self.step, self.patience))
-            if is_save_due or ends_early or self._is_best():
+            cost = self.eval_costs.get(self.step, math.inf)
+            is_best = self.config.saves_best and cost < self.lowest_cost
+            if is_save_due or ends_early or is_best:
                 self._save()
             self._log_samples(config.num_samples_due(self.step, ends_early=ends_early))
         except EventStoppedError:
@@ -281,11 +283,6 @@ class Loop:
         """Report the save in the background, or raise its error, if it has ended."""
         if self.pending_save and self.pending_save[1].is_done:
             self._wait_for_save()
-
-    def _is_best(self) -> bool:
-        """Return whether this step was evaluated and should be saved for its evaluation, the best so far."""
-        cost = self.eval_costs.get(self.step, math.inf)
-        return self.config.saves_best and cost < self.lowest_cost
 
     def _drain_metrics(self, lag: int) -> None:
         """Fetch and log the metrics of all steps but the last `lag`. Raise PrepError if too many were skipped."""
