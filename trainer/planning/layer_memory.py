@@ -464,17 +464,13 @@ class LayerStack:
         head_size = inputs.local_extent(self.head_dim) + self.local_value_dim
         return inputs.local_batch_size * self.seq_length * num_heads * head_size
 
-    def _mlp_hidden_size(self) -> int:
-        """Return the elements of an MLP's hidden units [B, T, F], or of a chunk's."""
-        num_tokens = self.inputs.local_batch_size * self._chunk_length()
-        return num_tokens * self.inputs.local_extent(self.mlp_dim)
-
     def _saved_hidden_size(self) -> int:
         """Return the elements of hidden units for all tokens: of a dense MLP or of shared experts."""
-        if not self.arch_config.experts_per_token or self.inputs.extent("expert_mlp"):
-            return self._mlp_hidden_size()
+        dim = self.mlp_dim
+        if self.arch_config.experts_per_token and not self.inputs.extent("expert_mlp"):
+            dim = "shared_mlp"
         num_tokens = self.inputs.local_batch_size * self._chunk_length()
-        return num_tokens * self.inputs.local_extent("shared_mlp")
+        return num_tokens * self.inputs.local_extent(dim)
 
     def _chunk_length(self) -> int:
         """Return the tokens per row of a chunk."""
