@@ -247,16 +247,16 @@ class StartCheckpoint:
         Raises:
             PrepError: A tensor is damaged.
         """
-        if isinstance(self.model_reader, WeightsReader):
-            note_missing_file_digests(
-                self.model_reader.source.display_name, self.model_reader.source.manifest, observer
-            )
-        if isinstance(self.model_reader, ItemReader):
-            name = str(find_manifest_folder(self.model_reader.folder))
-            note_missing_file_digests(name, self.model_reader.manifest, observer)
-        if not isinstance(self.model_reader, ItemReader) or self.model_reader.is_checked:
+        reader = self.model_reader
+        if isinstance(reader, WeightsReader):
+            note_missing_file_digests(reader.source.display_name, reader.source.manifest, observer)
+        if not isinstance(reader, ItemReader):
             return
-        source = self._open_source(self.model_reader)
+        name = str(find_manifest_folder(reader.folder))
+        note_missing_file_digests(name, reader.manifest, observer)
+        if reader.is_checked:
+            return
+        source = self._model_source()
         tensors = source.tensors
         if has_state:
             tensors = source.all_tensors
@@ -268,11 +268,7 @@ class StartCheckpoint:
         Raises:
             PrepError: A parameter is missing, or the checkpoint cannot be read.
         """
-        if isinstance(self.model_reader, ItemReader):
-            return sample_digest(self._open_source(self.model_reader))
-        # The digest is for the base of adapters, and the recipe checks refuse adapters on a random start.
-        assert isinstance(self.model_reader, WeightsReader)
-        return sample_digest(self.model_reader.source)
+        return sample_digest(self._model_source())
 
     def origin(self, path: str) -> OriginRecord:
         """Return the identity of the start model of the run, for the manifests of its steps.
@@ -307,17 +303,16 @@ class StartCheckpoint:
         entry = self.manifest.towers
         if entry is None or self.lora is not None or "digest" in entry:
             return None
-        if isinstance(self.model_reader, ItemReader):
-            source = self._open_source(self.model_reader)
-        else:
-            assert isinstance(self.model_reader, WeightsReader)
-            source = self.model_reader.source
-        return {**entry, **stored_towers(source, path, self.commit)}
+        return {**entry, **stored_towers(self._model_source(), path, self.commit)}
 
-    def _open_source(self, reader: ItemReader) -> Source:
-        """Open the checkpoint of a reader."""
-        folder = find_manifest_folder(reader.folder)
-        return open_source(locate(str(folder), access=Access(allow_urls=True)))
+    def _model_source(self) -> Source:
+        """Return the source of the model: of its reader, or opened for an Orbax checkpoint of prep."""
+        if isinstance(self.model_reader, ItemReader):
+            folder = find_manifest_folder(self.model_reader.folder)
+            return open_source(locate(str(folder), access=Access(allow_urls=True)))
+        # A random start has no digests and no towers, and the recipe checks refuse adapters on one.
+        assert isinstance(self.model_reader, WeightsReader)
+        return self.model_reader.source
 
 
 def stored_towers(source: Source, path: str, commit: str | None) -> dict[str, str]:
