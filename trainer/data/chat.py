@@ -161,10 +161,8 @@ class ChatBuilder:
         return tuple(spans)
 
     def _stop_end(self, text: str, start: int, end: int) -> int:
-        """Return the end of a turn, with the token that ends it if the template writes that with the next turn.
-
-        E.g. GLM ends an answer with the `<|user|>` that begins the next turn.
-        """
+        """Return the end of a turn, with the token that ends it if the template writes that with the next turn."""
+        # E.g. GLM ends an answer with the `<|user|>` that begins the next turn.
         stops = self._settings.stop_texts
         if any(stop in text[start:end] for stop in stops):
             return end

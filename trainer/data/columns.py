@@ -366,10 +366,8 @@ def _read_shape(data: Data, remote: DataFinder | None, note: Note) -> Data:
 def _first_shape(
     data: Data, files: Sequence[Path | DataFile], reader: Reader
 ) -> tuple[Shape, bool] | None:
-    """Return the shape of the first record, and whether its lists are JSON texts. None without a shape.
-
-    Invalid records, and records in no shape, are skipped if the recipe allows some.
-    """
+    """Return the shape of the first record, and whether its lists are JSON texts. None without a shape."""
+    # Invalid records, and records in no shape, are skipped if the recipe allows some.
     for record in itertools.islice(_read_records(data, files, reader), data.bad_lines + 1):
         shapes = find_shapes(record.values)
         if len(shapes) > 1:

@@ -229,11 +229,8 @@ class ExampleSettings:
         }
 
     def _grammar_inputs(self) -> list[JsonValue] | None:
-        """Return the other settings of the tokens of `data.fields`, or None.
-
-        There are none if the fields are one column, or if the model has an encoder and each field
-        is a column.
-        """
+        """Return the other settings of the tokens of `data.fields`, or None."""
+        # There are none if the fields are one column, or if the model has an encoder and each field is a column.
         if self.chat_template is not None or not (self.fields or self.fields_from_example):
             return None
         items = () if self.fields_from_example else parse_fields(self.fields).items

@@ -276,10 +276,8 @@ def _folder_suffixes(data_type: DataType) -> list[str]:
 
 
 def _no_data_error(path: str, data_type: DataType) -> PrepError:
-    """Return the error for a path without data.
-
-    Its hint is what a folder is read for, a file of a similar name, or a dataset.
-    """
+    """Return the error for a path without data."""
+    # Its hint is what a folder is read for, a file of a similar name, or a dataset.
     what = f"no data in `{path}`"
     suffixes = ", ".join(f"*{suffix}" for suffix in _folder_suffixes(data_type))
     if os.path.isdir(path):
@@ -407,10 +405,8 @@ class DataFinder:
     def _open_dataset(
         self, hub_id: str, revision: str | None, *, is_offline: bool
     ) -> HubDataset | CachedDataset:
-        """List the files of a dataset on the hub.
-
-        Offline, or if the hub is down, list the files in the hub's cache instead.
-        """
+        """List the files of a dataset on the hub."""
+        # Offline, or if the hub is down, list the files in the hub's cache instead.
         if is_offline:
             return CachedDataset(hub_id, cached_snapshot(hub_id, revision, "dataset"))
         try:

@@ -378,10 +378,8 @@ def check_tokenizer_exists(path: Path) -> None:
 
 
 def _load_from_transformers(folder: Path) -> TextTokenizer:
-    """Load the tokenizer that transformers builds.
-
-    The version of transformers is part of its digest, because another version may encode otherwise.
-    """
+    """Load the tokenizer that transformers builds."""
+    # The version of transformers is part of its digest, because another version may encode otherwise.
     for name in (*TRANSFORMERS_FILES, "chat_template.jinja"):
         path = folder / name
         # transformers would wait for a FIFO without end

@@ -396,14 +396,11 @@ def _all_reduce(x: Array, axis: str, size: int) -> Array:
 
 
 def _reduce_scatter(x: Array, dim: int, axis: str, *, size: int) -> Array:
-    """Add arrays over a mesh axis. A device gets the index of its coordinate, as a dim of extent 1.
-
-    Recursive halving, nearest neighbors first. In each round a device keeps the half of the indices
-    that agree with its coordinate in one more bit, and sends the other half to the neighbor that
-    keeps it. Example with 4 devices and indices 0 to 3: in round 0 device 0 keeps 0 and 2 and
-    sends 1 and 3 to device 1. In round 1 it keeps 0 and sends 2 to device 2. It then has
-    (x0 + x1) + (x2 + x3) of index 0, the tree above.
-    """
+    """Add arrays over a mesh axis. A device gets the index of its coordinate, as a dim of extent 1."""
+    # Recursive halving, nearest neighbors first. In each round a device keeps the half of the indices that agree with
+    # its coordinate in one more bit, and sends the other half to the neighbor that keeps it. Example with 4 devices
+    # and indices 0 to 3: in round 0 device 0 keeps 0 and 2 and sends 1 and 3 to device 1. In round 1 it keeps 0 and
+    # sends 2 to device 2. It then has (x0 + x1) + (x2 + x3) of index 0, the tree above.
     coordinate = lax.axis_index(axis)
     for bit in range(size.bit_length() - 1):
         pairs = x.reshape(*x.shape[:dim], x.shape[dim] // 2, 2, *x.shape[dim + 1 :])

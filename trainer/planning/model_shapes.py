@@ -60,10 +60,8 @@ def override_fields(config: HFConfig, overrides: HFConfig | None) -> JsonObject:
 
 
 def _check_values(config: HFConfig, overrides: HFConfig) -> None:
-    """Raise UsageError if a config is invalid because of its overrides.
-
-    Raise PrepError if it is invalid without them as well.
-    """
+    """Raise UsageError if a config is invalid because of its overrides."""
+    # Raise PrepError if it is invalid without them as well.
     read_architecture = family_of(config).arch_config
     try:
         read_architecture({**config, **overrides})
@@ -261,11 +259,9 @@ def override_config(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, An
 
 
 def _check_mrope(manifest: Mapping[str, Any], config: HFConfig, table: Model) -> None:
-    """Raise UsageError for another rope type of a multimodal model with M-RoPE.
-
-    M-RoPE has positions for time, height and width. Text has three equal positions per token, so training does not
-    test the other cases.
-    """
+    """Raise UsageError for another rope type of a multimodal model with M-RoPE."""
+    # M-RoPE has positions for time, height and width. Text has three equal positions per token, so training does not
+    # test the other cases.
     towers = manifest.get("towers") or {}
     if not towers.get("mrope"):
         return

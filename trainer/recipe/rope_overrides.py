@@ -236,10 +236,8 @@ def _write_rope(config: HFConfig, overrides: RopeOverrides) -> JsonObject:
 
 
 def _rope_field(config: HFConfig) -> str:
-    """Return the name of the field with the rope scaling.
-
-    transformers 4 writes `rope_scaling`, version 5 `rope_parameters`. It reads the first if a config has both.
-    """
+    """Return the name of the field with the rope scaling."""
+    # transformers 4 writes `rope_scaling`, version 5 `rope_parameters`. It reads the first if a config has both.
     if config.get("rope_scaling") or not config.get("rope_parameters"):
         return "rope_scaling"
     return "rope_parameters"

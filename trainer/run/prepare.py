@@ -206,10 +206,8 @@ def _check_stride(recipe: Recipe, datasets: Datasets) -> None:
 
 
 def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> Manifest:
-    """Return the manifest entries that identify which evaluations of saved steps are comparable.
-
-    The data is fixed in a run.
-    """
+    """Return the manifest entries that identify which evaluations of saved steps are comparable."""
+    # The data is fixed in a run.
     is_recorded = recipe.checkpoint.best is not None or recipe.eval.patience
     if not is_recorded or datasets.evaluation is None:
         return Manifest()

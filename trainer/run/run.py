@@ -323,10 +323,8 @@ def _wait_for_all(group: ProcessGroup) -> None:
 def _wait_for_cause(
     error: BaseException, watchdog: Watchdog, has_saved_step: Callable[[], bool], *, hint: str
 ) -> BaseException:
-    """Return the error to report for an error of this process.
-
-    After a broken connection the watchdog may end this process instead, with a message about the lost process.
-    """
+    """Return the error to report for an error of this process."""
+    # After a broken connection the watchdog may end this process instead, with a message about the lost process.
     from jax.errors import JaxRuntimeError
 
     from trainer.distributed.processes import ConnectionBrokenError

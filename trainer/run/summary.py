@@ -175,10 +175,8 @@ def run_summary_lines(
 
 
 def _sample_counts_lines(train: Dataset, tokenizer: Path) -> Iterator[str]:
-    """Yield the counts of the training data, and the first sample of each source with its tokens with loss marked.
-
-    Data without loss weights has none: the line of its tokens says all.
-    """
+    """Yield the counts of the training data, and the first sample of each source with its tokens with loss marked."""
+    # Data without loss weights has none: the line of its tokens says all.
     from trainer.data.token_samples import count_samples
 
     stores = token_stores(train)

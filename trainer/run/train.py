@@ -298,10 +298,8 @@ def open_start(run: Run, stack: ExitStack) -> tuple[StartCheckpoint, ShardingCon
 
 
 def _make_sharding(run: Run, rules: Rules) -> ShardingContext:
-    """Return the sharding of the recipe's mesh and slices.
-
-    In a dry run with too few devices, the error suggests `prep plan`, which needs none.
-    """
+    """Return the sharding of the recipe's mesh and slices."""
+    # In a dry run with too few devices, the error suggests `prep plan`, which needs none.
     from prepcli.models.mesh import parse_mesh, parse_slice_counts
     from trainer.distributed.sharding import make_sharding_context
 

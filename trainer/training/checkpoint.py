@@ -75,11 +75,10 @@ def host_leaves(
 
 
 def _fetch_shard(shard: jax.Shard, dtype: np.dtype[Any]) -> np.ndarray:
-    """Copy a shard to the host, in a dtype.
-
-    A JAX array caches its host copy for as long as it lives: a temporary array frees the copy early. The values of a
-    CPU device are not copied. JAX does not donate a buffer that a NumPy array refers to, so that steps leave it alone.
-    """
+    """Copy a shard to the host, in a dtype."""
+    # A JAX array caches its host copy for as long as it lives: a temporary array frees the copy early. The values of
+    # a CPU device are not copied. JAX does not donate a buffer that a NumPy array refers to, so that steps leave it
+    # alone.
     data = shard.data
     # The shard is on a device of this process, so it has data.
     assert data is not None
@@ -164,10 +163,8 @@ def _sum_counts(row_counts: Array) -> int:
 
 
 def _count_rows(leaf: Array, dtype: str) -> tuple[Array, Array]:
-    """Count the changed and the overflowed values in each row of the first axis, as two uint32 arrays.
-
-    The bits are compared: devices may flush subnormal values.
-    """
+    """Count the changed and the overflowed values in each row of the first axis, as two uint32 arrays."""
+    # The bits are compared: devices may flush subnormal values.
     values = leaf.astype(jnp.float32)
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     magnitude = bits & ABS_MASK

@@ -450,10 +450,8 @@ def _label_notes(name: str, note: Note) -> Note:
 
 
 def _describe_mixture(train: dict[str, Dataset], weights: dict[str, float]) -> list[str]:
-    """Return a line per source: its sequences, and how often one epoch of the mixture takes them.
-
-    An epoch of the mixture has as many sequences as all sources together.
-    """
+    """Return a line per source: its sequences, and how often one epoch of the mixture takes them."""
+    # An epoch of the mixture has as many sequences as all sources together.
     n_rows = sum(part.n_rows for part in train.values())
     total = sum(weights.values())
     lines: list[str] = []

@@ -494,11 +494,9 @@ def _scale_by_muon(
 def _with_plain_momentum(
     table: MuonTable, orthogonalize: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Return Muon with the momentum of the original post, from gradients g and the decay rate b.
+    """Return Muon with the momentum of the original post, from gradients g and the decay rate b."""
 
-    The momentum is m = b * m + (1 - b) * g. With Nesterov's momentum, the update is b * m + (1 - b) * g.
-    """
-
+    # The momentum is m = b * m + (1 - b) * g. With Nesterov's momentum, the update is b * m + (1 - b) * g.
     def average(momentum: Array, gradient: Array) -> Array:
         return table.momentum * momentum + (1 - table.momentum) * gradient
 

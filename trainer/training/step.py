@@ -367,11 +367,9 @@ def _select_tree(condition: Array, if_true: Any, if_false: Any) -> Any:
 def _sum_gradients(
     params: Tree, batch: TokenBatch, step: Array, *, setup: StepSetup, factor: Array | None
 ) -> tuple[Tree, dict[str, Array], Array | None]:
-    """Compute the float32 sums of gradients and of loss, weights and correct tokens.
-
-    The gradients are computed of factor * loss, and divided by the factor. An exact reduction also returns the norm of
-    the gradients.
-    """
+    """Compute the float32 sums of gradients and of loss, weights and correct tokens."""
+    # The gradients are computed of factor * loss, and divided by the factor. An exact reduction also returns the norm
+    # of the gradients.
     norm: Array | None = None
     exact = setup.exact_reduction
     if exact is not None:
@@ -402,12 +400,10 @@ def _sum_gradients(
 def _value_and_grad(
     step: Array, setup: StepSetup, factor: Array | None
 ) -> Callable[[Tree, Tree, TokenBatch], Any]:
-    """Return a function that computes ((loss, loss sums), gradients).
+    """Return a function that computes ((loss, loss sums), gradients)."""
 
-    Its arguments are the trained parameters, widened so that their gradients are float32, all parameters, and rows.
-    With a factor, the loss and its gradients are multiplied by it, and the loss sums are not.
-    """
-
+    # Its arguments are the trained parameters, widened so that their gradients are float32, all parameters, and rows.
+    # With a factor, the loss and its gradients are multiplied by it, and the loss sums are not.
     def summed_loss(
         trained: Tree, params: Tree, rows: TokenBatch
     ) -> tuple[Array, dict[str, Array]]:
