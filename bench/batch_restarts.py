@@ -33,8 +33,8 @@ from trainer.data.batches import BatchDigest, Batches
 from trainer.data.order import RowOrder
 from trainer.data.packing import Arrays, Dataset
 from trainer.recipe import load_recipe
-from trainer.run.recipe_data import open_datasets
-from trainer.training.source_datasets import make_order
+from trainer.run.recipe_data import recipe_datasets
+from trainer.training.datasets import make_order
 
 STEPS = 16
 BATCH_SIZE = 64
@@ -132,9 +132,9 @@ def open_run(recipe: str, overrides: tuple[str, ...]) -> Run:
         for step, batch in enumerate(prep.batches(recipe, overrides=overrides))
     ]
     loaded = load_recipe(Path(recipe), overrides).recipe
-    datasets = open_datasets(
+    datasets = recipe_datasets(
         loaded, out=None, offline=True, observer=run_observer_of(None), checks_digests=False
-    )
+    ).build()
     order = make_order(datasets, BATCH_SIZE, seed=loaded.seed, shuffle=loaded.data.shuffle)
     return Run(datasets.train, order, tuple(digests))
 

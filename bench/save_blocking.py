@@ -159,7 +159,7 @@ def measure_save(
 def run_worker(work: Path, rounds: int, systems: Sequence[str]) -> None:
     """Save with each system in turn, and print the costs as JSON."""
     from prepcli.core.process_address import ProcessSettings, process_address
-    from trainer.distributed.start import start_processes
+    from trainer.distributed.processes import start_processes
 
     address = process_address(ProcessSettings(), os.environ)
     group = start_processes(address, start_timeout_s=300, heartbeat_timeout_s=100)

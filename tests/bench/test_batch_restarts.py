@@ -17,7 +17,7 @@ from bench.batch_restarts import (
     random_starts,
     step_digest,
 )
-from trainer.data.order import SampleOrder
+from trainer.data.order import RowOrder
 from trainer.data.packing import PackedDataset
 from trainer.data.store import MappedTokens
 
@@ -27,7 +27,7 @@ def make_run() -> Run:
     ids = np.random.default_rng(0).integers(0, 9000, 1000).astype("<u2")
     tokens = MappedTokens(ids, np.array([1000], "<u8"), "x", 4)
     dataset = PackedDataset(tokens, first_row=0, n_rows=tokens.n_blocks)
-    order = SampleOrder(dataset.n_rows, BATCH_SIZE, seed=0, shuffle=True)
+    order = RowOrder(dataset.n_rows, BATCH_SIZE, seed=0, shuffle=True)
     run = Run(dataset, order, ())
     digests = [step_digest([run.shares(1, step)[0].batch(step)], step) for step in range(STEPS)]
     return Run(dataset, order, tuple(digests))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from tests.helpers.earlier_tokens import chat_config
 from tests.helpers.processes import join_job
+from trainer.data.tokenize import tokenize_in_group
 from trainer.data.tokenize_config import RecordedTokens
-from trainer.distributed.start import CoordinatedProcesses
-from trainer.training.source_datasets import tokenize_in_group
+from trainer.distributed.processes import CoordinatedProcesses
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from prepcli.models.param_tree import Tree
 from prepcli.models.registry import FAMILIES
 from prepcli.models.rule_text import merge_rules
 from prepcli.planning.manifest_fields import Manifest
-from trainer.data.order import SampleOrder
+from trainer.data.order import RowOrder
 from trainer.data.packing import PackedDataset
 from trainer.data.store import MappedTokens
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
@@ -29,11 +29,9 @@ from trainer.recipe.lr_schedule import LRSchedule
 from trainer.recipe.optimizer_tables import AdamWTable
 from trainer.recipe.tables import Checkpoint, Eval, Log, Recipe, Train
 from trainer.training.checkpoint import round_params
-from trainer.training.evaluation import EvaluationResult
-from trainer.training.logs import RunLog, StepLine, evaluation_line
+from trainer.training.events import LoopConfig
+from trainer.training.metrics import EvaluationResult, RunLog, Sample, StepLine, evaluation_line
 from trainer.training.optimizers import Optimizer
-from trainer.training.samples import Sample
-from trainer.training.setup import LoopConfig
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
 
 VOCAB, PADDED, LENGTH, N_BLOCKS = 131, 136, 16, 50
@@ -169,7 +167,7 @@ def make_job(
         setup=setup,
         recipe=recipe,
         steps=steps,
-        order=SampleOrder(n_rows=train.n_rows, batch_size=batch_size, seed=1, shuffle=True),
+        order=RowOrder(n_rows=train.n_rows, batch_size=batch_size, seed=1, shuffle=True),
         train=train,
         evaluation=PackedDataset(tokens, first_row=train.n_rows, n_rows=5),
         eval_every=0,

@@ -161,10 +161,8 @@ class ChatBuilder:
         return tuple(spans)
 
     def _stop_end(self, text: str, start: int, end: int) -> int:
-        """Return the end of a turn, with the token that ends it if the template writes that with the next turn.
-
-        E.g. GLM ends an answer with the `<|user|>` that begins the next turn.
-        """
+        """Return the end of a turn, with the token that ends it if the template writes that with the next turn."""
+        # E.g. GLM ends an answer with the `<|user|>` that begins the next turn.
         stops = self._settings.stop_texts
         if any(stop in text[start:end] for stop in stops):
             return end
@@ -189,17 +187,12 @@ TOOLS_KEY = "tools"
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation that the assistant continues.
+    """A conversation that the assistant continues."""
 
-    Attributes:
-        messages: Its messages.
-        tools: JSON schemas of the tools that the assistant may call. None without tools.
-        place: File and line, for error messages.
-    """
-
-    messages: Sequence[JsonObject]
+    messages: Sequence[JsonObject]  # Its messages
+    # JSON schemas of the tools that the assistant may call. None without tools.
     tools: Sequence[JsonObject] | None = None
-    place: str = "the conversation"
+    place: str = "the conversation"  # File and line, for error messages
 
 
 Prompt = str | ChatPrompt

@@ -34,24 +34,15 @@ FOLDER_HINT = Text(f"put a {TEMPLATE_FILE} into the folder")
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A Jinja template that renders the messages of a conversation as a text.
+    """A Jinja template that renders the messages of a conversation as a text."""
 
-    Attributes:
-        file: File of the template, for error messages.
-        text: The template.
-        special_tokens: Names and texts of special tokens, variables of the template such as
-            `bos_token`.
-        tool_text: Template of conversations with tools. None if `text` is for all.
-        arguments: Other variables of the template, a JSON object.
-        date: Date that `strftime_now` writes. None makes that an error.
-    """
-
-    file: str
-    text: str
+    file: str  # File of the template, for error messages
+    text: str  # The template
+    # Names and texts of special tokens, variables of the template such as `bos_token`
     special_tokens: tuple[tuple[str, str], ...]
-    tool_text: str | None = None
-    arguments: str = "{}"
-    date: datetime.date | None = None
+    tool_text: str | None = None  # Template of conversations with tools. None if `text` is for all.
+    arguments: str = "{}"  # Other variables of the template, a JSON object
+    date: datetime.date | None = None  # Date that `strftime_now` writes. None makes that an error.
 
     @property
     def bos_text(self) -> str:
@@ -184,16 +175,11 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The inputs of a rendering.
+    """The inputs of a rendering."""
 
-    Attributes:
-        messages: The messages, in order.
-        place: File and line, for error messages. Empty for a conversation that prep makes.
-        tools: Schemas of the tools that the model may call. None without any.
-    """
-
-    messages: Sequence[JsonObject]
-    place: str
+    messages: Sequence[JsonObject]  # The messages, in order
+    place: str  # File and line, for error messages. Empty for a conversation that prep makes.
+    # Schemas of the tools that the model may call. None without any.
     tools: Sequence[JsonValue] | None = None
 
     @property

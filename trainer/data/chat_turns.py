@@ -49,16 +49,11 @@ PART_KEYS = {"text": MessagePart.CONTENT, "thinking": MessagePart.REASONING}
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A mark of a conversation.
+    """A mark of a conversation."""
 
-    Attributes:
-        message: Index of the message.
-        part: The part of the message that the mark is at.
-        tail: Blanks of the part after the mark. None if the mark is not at the end of the part.
-    """
-
-    message: int
-    part: MessagePart
+    message: int  # Index of the message
+    part: MessagePart  # The part of the message that the mark is at
+    # Blanks of the part after the mark. None if the mark is not at the end of the part.
     tail: str | None = None
 
 
@@ -223,19 +218,12 @@ TRAINING_HINT = text(
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The place of a message in a rendered text, in characters.
+    """The place of a message in a rendered text, in characters."""
 
-    Attributes:
-        start: Start of what its author writes: after the text at the start of a turn.
-        end: End of the turn, with the text that ends it.
-        answer: Start of what follows the reasoning. `start` without reasoning.
-        hides_reasoning: Whether the message has reasoning that the text does not show.
-    """
-
-    start: int
-    end: int
-    answer: int
-    hides_reasoning: bool = False
+    start: int  # Start of what its author writes: after the text at the start of a turn
+    end: int  # End of the turn, with the text that ends it
+    answer: int  # Start of what follows the reasoning. `start` without reasoning.
+    hides_reasoning: bool = False  # Whether the message has reasoning that the text does not show
 
     def shifted(self, distance: int) -> Turn:
         """Return the turn in a text with `distance` more characters before it."""

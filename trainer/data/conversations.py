@@ -60,15 +60,10 @@ WEIGHT_HINT = "a number from 0 to 1, or true or false"
 
 @dataclass(frozen=True, slots=True)
 class LossRule:
-    """The parts of conversations with loss.
+    """The parts of conversations with loss."""
 
-    Attributes:
-        turns: Roles of the turns, or `LAST` or `ALL`.
-        has_reasoning: Whether the reasoning of a turn has loss.
-    """
-
-    turns: tuple[str, ...] = (ASSISTANT,)
-    has_reasoning: bool = True
+    turns: tuple[str, ...] = (ASSISTANT,)  # Roles of the turns, or `LAST` or `ALL`
+    has_reasoning: bool = True  # Whether the reasoning of a turn has loss
 
     @property
     def is_default(self) -> bool:

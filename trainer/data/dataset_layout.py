@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,23 +17,30 @@ from prepcli.core.errors import Key, PrepError, Text, text, usage_error
 from prepcli.core.json_values import load_json
 from prepcli.stores.files import read_regular_file, resolve_named_path
 from trainer.data.files import Note, io_error
+from trainer.recipe.data_table import Data
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The part of a dataset to read.
+    """The part of a dataset to read."""
 
-    Attributes:
-        config: Configuration of a dataset. None for its default.
-        split: Split of a dataset. None selects the only split, or `train`.
-        revision: Revision of a dataset on the hub. None for `main`.
-        split_key: Name of the recipe key of the split, for errors.
-    """
-
-    config: str | None = None
-    split: str | None = None
-    revision: str | None = None
+    config: str | None = None  # Configuration of a dataset. None for its default.
+    split: str | None = None  # Split of a dataset. None selects the only split, or `train`.
+    revision: str | None = None  # Revision of a dataset on the hub. None for `main`.
+    # Name of the recipe key of the split, for errors
     split_key: str = field(default="split", compare=False)
+
+
+def train_selection(data: Data) -> Selection:
+    """Return the part of a dataset to train on."""
+    return Selection(data.config, data.split, data.revision)
+
+
+def eval_selection(data: Data) -> Selection:
+    """Return the part of a dataset to evaluate on: another split of the training data, or of `eval_path`."""
+    if data.eval_path is None:
+        return replace(train_selection(data), split=data.eval_split, split_key="eval_split")
+    return Selection(split=data.eval_split, split_key="eval_split")
 
 
 WHOLE = Selection()

@@ -62,15 +62,10 @@ COMPRESSION_LEVEL = 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Consecutive pieces of documents.
+    """Consecutive pieces of documents."""
 
-    Attributes:
-        starts: First token of each piece in the store.
-        lengths: Tokens of each piece.
-    """
-
-    starts: Int64Array
-    lengths: npt.NDArray[np.int32]
+    starts: Int64Array  # First token of each piece in the store
+    lengths: npt.NDArray[np.int32]  # Tokens of each piece
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,17 +165,11 @@ class Appendable(Protocol):
 
 @dataclass(slots=True)
 class RowCounts:
-    """Sizes of written rows.
+    """Sizes of written rows."""
 
-    Attributes:
-        n_pieces: Number of pieces.
-        n_rows: Number of rows.
-        max_length: Tokens of the longest piece.
-    """
-
-    n_pieces: int = 0
-    n_rows: int = 0
-    max_length: int = 0
+    n_pieces: int = 0  # Number of pieces
+    n_rows: int = 0  # Number of rows
+    max_length: int = 0  # Tokens of the longest piece
 
 
 def write_rows(
@@ -229,10 +218,7 @@ def _damaged_error(why: str) -> PrepError:
 
 
 def cut_documents(ends: Iterable[Int64Array], seq_length: int, window: int) -> Iterator[Pieces]:
-    """Cut documents into pieces of at most `seq_length` tokens.
-
-    Yields `window` pieces at a time, then the rest.
-    """
+    """Cut documents into pieces of at most `seq_length` tokens. Yields `window` pieces at a time, then the rest."""
     waiting: list[Pieces] = []
     n_waiting = 0
     for pieces in _cut_blocks(ends, seq_length, window):

@@ -53,25 +53,15 @@ MIN_NOTE_DOCUMENTS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class RowsMeta:
-    """Metadata of stored rows, as written to `rows.json`.
+    """Metadata of stored rows, as written to `rows.json`."""
 
-    Attributes:
-        identity: Digest of all inputs of the rows, and the name of the folder.
-        packing: The recipe's `data.packing`.
-        seq_length: Length of a row in tokens.
-        n_pieces: Number of pieces.
-        n_rows: Number of rows.
-        max_length: Tokens of the longest piece.
-        digests: XXH3-128 by file name.
-    """
-
-    identity: str
-    packing: str
-    seq_length: int
-    n_pieces: int
-    n_rows: int
-    max_length: int
-    digests: Mapping[str, str]
+    identity: str  # Digest of all inputs of the rows, and the name of the folder
+    packing: str  # The recipe's `data.packing`
+    seq_length: int  # Length of a row in tokens
+    n_pieces: int  # Number of pieces
+    n_rows: int  # Number of rows
+    max_length: int  # Tokens of the longest piece
+    digests: Mapping[str, str]  # XXH3-128 by file name
 
 
 def make_rows(tokens: MappedTokens, packing: str) -> DocumentRows:

@@ -30,20 +30,15 @@ from trainer.recipe.text_fields import WHOLE_TOKENS, Overlong
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedBatch:
-    """Tokens of consecutive examples.
+    """Tokens of consecutive examples."""
 
-    Attributes:
-        ids: Token ids of all documents, one document after the other.
-        weights: Loss weight of each token as a target, 0 to 1, float32. None if all are 1.
-        ends: End of each complete document in `ids`. Tokens after the last end are the first part of a
-            document of the next batch.
-        ignored: Number of each ignored part of the examples, by name.
-    """
-
-    ids: TokenIds
+    ids: TokenIds  # Token ids of all documents, one document after the other
+    # Loss weight of each token as a target, 0 to 1, float32. None if all are 1.
     weights: npt.NDArray[np.float32] | None
+    # End of each complete document in `ids`. Tokens after the last end are the first part of a document of the next
+    # batch.
     ends: npt.NDArray[np.int64]
-    ignored: Mapping[str, int]
+    ignored: Mapping[str, int]  # Number of each ignored part of the examples, by name
 
 
 # Bytes of text of a batch: a chunk for every core, also on a machine with fewer than 4. Encoding takes
@@ -202,16 +197,11 @@ def encode_batches(
 
 @dataclass(frozen=True, slots=True)
 class OverlongRule:
-    """How long documents are made to fit.
+    """How long documents are made to fit."""
 
-    Attributes:
-        choice: The recipe's `data.overlong`.
-        seq_length: Maximum tokens of a document.
-        bos_id: The beginning-of-sequence token, which stays at the start of a document. None without one.
-    """
-
-    choice: Overlong
-    seq_length: int
+    choice: Overlong  # The recipe's `data.overlong`
+    seq_length: int  # Maximum tokens of a document
+    # The beginning-of-sequence token, which stays at the start of a document. None without one.
     bos_id: int | None = None
 
     def identity_inputs(self) -> list[JsonValue] | None:

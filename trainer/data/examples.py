@@ -39,42 +39,28 @@ LossSpan: TypeAlias = tuple[int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A separately tokenized part of a document.
+    """A separately tokenized part of a document."""
 
-    Attributes:
-        content: A text, or token ids to store unchanged.
-        weight: Loss weight of its tokens as targets, 0 or 1.
-        loss_spans: The parts of a text with loss. Other tokens have weight 0. Where parts overlap,
-            the later one counts. None if `weight` is the weight of all tokens.
-    """
-
-    content: str | TokenIds
-    weight: int = 1
+    content: str | TokenIds  # A text, or token ids to store unchanged
+    weight: int = 1  # Loss weight of its tokens as targets, 0 or 1
+    # The parts of a text with loss. Other tokens have weight 0. Where parts overlap, the later one counts. None if
+    # `weight` is the weight of all tokens.
     loss_spans: tuple[LossSpan, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A document of the token store, or a part of a long one. With an encoder, two documents.
+    """A document of the token store, or a part of a long one. With an encoder, two documents."""
 
-    Attributes:
-        target: Decoder input, and the text to predict.
-        nbytes: Bytes of the file that it accounts for. Progress reports add them up.
-        source: Encoder input. It is stored as a separate document, before the target's. None
-            without an encoder.
-        ends_document: Whether the target's document ends with this example. False for all but the
-            last part of a long document.
-        ignored: Names of parts of the record that its tokens do not show, once per occurrence. See
-            `describe_ignored`.
-        stop_ids: Tokens that end a text when a model generates. One of them should have loss. Empty if
-            that is not checked.
-    """
-
-    target: tuple[Segment, ...]
-    nbytes: int
+    target: tuple[Segment, ...]  # Decoder input, and the text to predict
+    nbytes: int  # Bytes of the file that it accounts for. Progress reports add them up.
+    # Encoder input. It is stored as a separate document, before the target's. None without an encoder.
     source: tuple[Segment, ...] | None = None
+    # Whether the target's document ends with this example. False for all but the last part of a long document.
     ends_document: bool = True
+    # Names of parts of the record that its tokens do not show, once per occurrence. See `describe_ignored`.
     ignored: tuple[str, ...] = ()
+    # Tokens that end a text when a model generates. One of them should have loss. Empty if that is not checked.
     stop_ids: tuple[int, ...] = ()
 
     @property
@@ -139,48 +125,33 @@ FIRST_CHAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class ExampleSettings:
-    """The settings of the examples of a record.
+    """The settings of the examples of a record."""
 
-    Attributes:
-        fields: Columns and tokens, in the grammar of `parse_fields`. Empty for types of data
-            without columns.
-        fields_from_example: Column with the fields of each record, instead of `fields`.
-        chat_template: Template of the messages in the column `fields`. None for other data.
-        chat_format: Form of the conversations in the columns `fields`.
-        has_encoder: Whether an encoder reads the fields in brackets.
-        bos_id: The model's beginning-of-sequence token, or None.
-        eos_id: The model's end-of-sequence token, or None.
-        joins_last_turns: Render each turn of the assistant as the template renders the last one.
-        loss: The turns of conversations with loss.
-        stop_ids: All tokens that end a text when the model generates.
-        stop_texts: Their texts.
-        prefix_ids: The tokens that the tokenizer puts before a text.
-        add_bos: Put `bos_id` before each document, without loss. None puts `prefix_ids` there if the
-            document begins with a text.
-        add_eos: Put `eos_id`, if the model has it, after each document. None is like True, except
-            for data of token ids: these documents stay unchanged.
-        source_prefix: Text put before each source.
-        prepend_text: Text put before the first field of each document. The field must be a text.
-        subfield_separator: Text between the texts of a field.
-    """
-
+    # Columns and tokens, in the grammar of `parse_fields`. Empty for types of data without columns.
     fields: str = ""
-    fields_from_example: str = ""
+    fields_from_example: str = ""  # Column with the fields of each record, instead of `fields`
+    # Template of the messages in the column `fields`. None for other data.
     chat_template: ChatTemplate | None = None
-    chat_format: DataFormat = "chat"
-    has_encoder: bool = False
-    bos_id: int | None = None
-    eos_id: int | None = None
+    chat_format: DataFormat = "chat"  # Form of the conversations in the columns `fields`
+    has_encoder: bool = False  # Whether an encoder reads the fields in brackets
+    bos_id: int | None = None  # The model's beginning-of-sequence token, or None
+    eos_id: int | None = None  # The model's end-of-sequence token, or None
+    # Render each turn of the assistant as the template renders the last one
     joins_last_turns: bool = False
-    loss: LossRule = DEFAULT_LOSS
-    stop_ids: tuple[int, ...] = ()
-    stop_texts: tuple[str, ...] = ()
-    prefix_ids: tuple[int, ...] = ()
+    loss: LossRule = DEFAULT_LOSS  # The turns of conversations with loss
+    stop_ids: tuple[int, ...] = ()  # All tokens that end a text when the model generates
+    stop_texts: tuple[str, ...] = ()  # Their texts
+    prefix_ids: tuple[int, ...] = ()  # The tokens that the tokenizer puts before a text
+    # Put `bos_id` before each document, without loss. None puts `prefix_ids` there if the document begins with a
+    # text.
     add_bos: bool | None = None
+    # Put `eos_id`, if the model has it, after each document. None is like True, except for data of token ids: these
+    # documents stay unchanged.
     add_eos: bool | None = None
-    source_prefix: str = ""
+    source_prefix: str = ""  # Text put before each source
+    # Text put before the first field of each document. The field must be a text.
     prepend_text: str = ""
-    subfield_separator: str = " "
+    subfield_separator: str = " "  # Text between the texts of a field
 
     def begin_ids(self, first: Field | None = None) -> tuple[int, ...]:
         """Return the tokens put before each document with this first field. A document without fields is a text."""
@@ -258,11 +229,8 @@ class ExampleSettings:
         }
 
     def _grammar_inputs(self) -> list[JsonValue] | None:
-        """Return the other settings of the tokens of `data.fields`, or None.
-
-        There are none if the fields are one column, or if the model has an encoder and each field
-        is a column.
-        """
+        """Return the other settings of the tokens of `data.fields`, or None."""
+        # There are none if the fields are one column, or if the model has an encoder and each field is a column.
         if self.chat_template is not None or not (self.fields or self.fields_from_example):
             return None
         items = () if self.fields_from_example else parse_fields(self.fields).items

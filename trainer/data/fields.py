@@ -66,17 +66,11 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class CompiledFields:
-    """Builds examples of records that all have the same fields.
+    """Builds examples of records that all have the same fields."""
 
-    Attributes:
-        target: Parts of the target.
-        source: Parts of the source. None without an encoder.
-        columns: Required columns of a record.
-    """
-
-    target: tuple[_Part, ...]
-    source: tuple[_Part, ...] | None
-    columns: tuple[str, ...]
+    target: tuple[_Part, ...]  # Parts of the target
+    source: tuple[_Part, ...] | None  # Parts of the source. None without an encoder.
+    columns: tuple[str, ...]  # Required columns of a record
 
     @property
     def has_weights(self) -> bool:

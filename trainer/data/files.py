@@ -31,27 +31,19 @@ Note: TypeAlias = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A data file, its size and the identity of its content.
+    """A data file, its size and the identity of its content."""
 
-    Attributes:
-        path: Path of a local file, or the name of a remote one.
-        nbytes: Size in bytes.
-        digest: XXH3-128 of a local file's bytes when it was hashed. For a remote file the version
-            in the list of its store, e.g. its ETag.
-        open_remote: Opens a remote file at its listed version. None for a local file.
-    """
-
-    path: Path | str
-    nbytes: int
+    path: Path | str  # Path of a local file, or the name of a remote one
+    nbytes: int  # Size in bytes
+    # XXH3-128 of a local file's bytes when it was hashed. For a remote file the version in the list of its store,
+    # e.g. its ETag.
     digest: str
+    # Opens a remote file at its listed version. None for a local file.
     open_remote: Callable[[], BinaryIO] | None = field(default=None, compare=False)
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
-        """Open the file without a buffer.
-
-        An OSError in the block becomes a PrepError with the name of the file.
-        """
+        """Open the file without a buffer. An OSError in the block becomes a PrepError with the name of the file."""
         try:
             # A remote file is opened at its listed version.
             if self.open_remote is not None:
@@ -211,14 +203,10 @@ def file_stamps(files: Sequence[Path | DataFile]) -> list[Stamp]:
 
 @dataclass(frozen=True, slots=True)
 class DigestRecord:
-    """What an earlier call found out about data files.
+    """What an earlier call found out about data files."""
 
-    Attributes:
-        identity: Identity of their tokens.
-        digests: Digest of each file, empty for an empty one. None if an earlier version wrote the record.
-    """
-
-    identity: str
+    identity: str  # Identity of their tokens
+    # Digest of each file, empty for an empty one. None if an earlier version wrote the record.
     digests: Sequence[str] | None
 
 

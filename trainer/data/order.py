@@ -4,18 +4,16 @@ A resumed run needs no iterator state. The module needs neither recipe nor train
 build on each other:
 
 1. `permute` is a pseudorandom permutation of n numbers, computed for any index without a table.
-2. `SampleOrder` numbers the rows of all steps consecutively and permutes each epoch.
-3. `Mixture` assigns the positions of all steps to several sources by weight, and `MixedOrder` gives
-   each source epochs of its own. After any number of rows, each source has had its share of them,
-   up to less than one row (Tijdeman, "The chairman assignment problem", 1980).
+2. `Mixture` assigns the positions of all steps to several sources by weight. After any number of rows, each source has
+   had its share of them, up to less than one row (Tijdeman, "The chairman assignment problem", 1980).
+3. `RowOrder` numbers the rows of all steps consecutively, and permutes each epoch of the data or of a source.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -33,95 +31,13 @@ MAX_PERIOD = 1 << 16
 MAX_DENOMINATOR = 1_000_000_000
 
 
-class RowOrder(ABC):
-    """The rows of each training step.
-
-    Attributes:
-        n_rows: Rows of an epoch.
-        batch_size: Rows of a step.
-    """
-
-    n_rows: int
-    batch_size: int
-
-    @abstractmethod
-    def rows(self, step: int, start: int = 0, stop: int | None = None) -> Int64Array:
-        """Return the rows of a step.
-
-        Args:
-            step: The step, from 0.
-            start: First position in the batch.
-            stop: End position in the batch. None for the end of the batch.
-        """
-
-    @abstractmethod
-    def epochs(self, step: int) -> Int64Array:
-        """Return the epoch of each row of a step: the complete passes over its source before it."""
-
-    def positions(self, step: int, start: int = 0, stop: int | None = None) -> Int64Array:
-        """Return the numbers of the rows of a step in the whole run."""
-        if stop is None:
-            stop = self.batch_size
-        return step * self.batch_size + np.arange(start, stop, dtype=np.int64)
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Steps that take as many rows as an epoch has."""
-        return self.n_rows / self.batch_size
-
-    def unrounded_steps_for_epochs(self, epochs: float) -> Fraction:
-        """Return the steps of a number of epochs, not rounded. Decimal fractions are exact, e.g. 0.1 is a tenth."""
-        exact = Fraction(str(epochs))
-        return (exact.limit_denominator(MAX_DENOMINATOR) or exact) * self.n_rows / self.batch_size
-
-    def steps_for_epochs(self, epochs: float) -> int:
-        """Return the number of steps that cover a number of epochs, at least 1."""
-        return max(1, math.ceil(self.unrounded_steps_for_epochs(epochs)))
-
-
-@dataclass(frozen=True)
-class SampleOrder(RowOrder):
-    """Rows of each training step, epoch after epoch. A step may span two epochs.
-
-    Attributes:
-        n_rows: Rows of the dataset. Each epoch has every row once.
-        batch_size: Rows of a step.
-        seed: Seed of the permutations.
-        shuffle: Permute the rows of each epoch. If False, rows keep the order of the data.
-    """
-
-    n_rows: int
-    batch_size: int
-    seed: int
-    shuffle: bool
-
-    def rows(self, step: int, start: int = 0, stop: int | None = None) -> Int64Array:
-        """Return the rows of a step, see `RowOrder`."""
-        # Position b of step s is number s * batch_size + b of the whole run. Its epoch and its row
-        # are the quotient and the remainder of a division by n_rows, so they do not depend on
-        # batch_size. E.g. with 5 rows and a batch of 2, unshuffled step 2 has the positions 4 and 5:
-        # row 4 of epoch 0, then row 0 of epoch 1.
-        seed = str(self.seed) if self.shuffle else None
-        return permute_epochs(self.positions(step, start, stop), self.n_rows, seed)
-
-    def epochs(self, step: int) -> Int64Array:
-        """Return the epoch of each row of a step."""
-        return self.positions(step) // self.n_rows
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Mixture:
-    """A periodic pattern of sources.
+    """A periodic pattern of sources."""
 
-    Attributes:
-        pattern: [period] source of each position.
-        ranks: [period] positions of the same source before each position in the pattern.
-        counts: [sources] positions of each source in the pattern.
-    """
-
-    pattern: Int64Array
-    ranks: Int64Array
-    counts: Int64Array
+    pattern: Int64Array  # [period] source of each position
+    ranks: Int64Array  # [period] positions of the same source before each position in the pattern
+    counts: Int64Array  # [sources] positions of each source in the pattern
 
     def locate(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the source of each position, and the number of its earlier positions."""
@@ -219,67 +135,91 @@ def _assign_positions(counts: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class MixedOrder(RowOrder):
-    """Rows of each training step, mixed from several sources. Each source has its own epochs.
+class RowOrder:
+    """Rows of each training step, epoch after epoch. A step may span two epochs.
 
-    Rows of a `ConcatenatedDataset` are numbered source after source.
-
-    Attributes:
-        n_rows: Rows of all sources: the length of an epoch of the run.
-        source_rows: Rows of each source. Each of its epochs has every row once.
-        mixture: Source of each position.
-        batch_size: Rows of a step.
-        seed: Seed of the permutations.
-        shuffle: Permute the rows of each epoch of a source. If False, they keep the order of the
-            data.
+    Each source of a mixture has its own epochs. Rows of a `ConcatenatedDataset` are numbered source after source.
     """
 
-    source_rows: tuple[int, ...]
-    mixture: Mixture
-    batch_size: int
-    seed: int
-    shuffle: bool
-    n_rows: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Count the rows of all sources."""
-        object.__setattr__(self, "n_rows", sum(self.source_rows))
+    n_rows: int  # Rows of an epoch: of the dataset, or of all sources of a mixture
+    batch_size: int  # Rows of a step
+    seed: int  # Seed of the permutations
+    shuffle: bool  # Permute the rows of each epoch. If False, rows keep the order of the data.
+    # Rows of each source of a mixture. Each of its epochs has every row once.
+    source_rows: tuple[int, ...] = ()
+    mixture: Mixture | None = None  # Source of each position. None if all rows have one order.
 
     def rows(self, step: int, start: int = 0, stop: int | None = None) -> Int64Array:
-        """Return the rows of a step, see `RowOrder`."""
-        sources, indices = self.mixture.locate(self.positions(step, start, stop))
+        """Return the rows of a step.
+
+        Args:
+            step: The step, from 0.
+            start: First position in the batch.
+            stop: End position in the batch. None for the end of the batch.
+        """
+        positions = self._positions(step, start, stop)
+        if self.mixture is None:
+            return self._permute(positions, self.n_rows, str(self.seed))
+        sources, indices = self.mixture.locate(positions)
         rows = np.empty_like(indices)
         first_row = 0
         for source, n_rows in enumerate(self.source_rows):
             mask = sources == source
             # Each source has its own permutations, so that two sources of equal size are not read in
             # the same order.
-            seed = f"{self.seed} source {source}" if self.shuffle else None
-            rows[mask] = first_row + permute_epochs(indices[mask], n_rows, seed)
+            name = f"{self.seed} source {source}"
+            rows[mask] = first_row + self._permute(indices[mask], n_rows, name)
             first_row += n_rows
         return rows
 
     def epochs(self, step: int) -> Int64Array:
-        """Return the number of complete passes over its source before each row of a step."""
-        sources, indices = self.mixture.locate(self.positions(step))
+        """Return the epoch of each row of a step: the complete passes over its source before it."""
+        positions = self._positions(step, 0, None)
+        if self.mixture is None:
+            return positions // self.n_rows
+        sources, indices = self.mixture.locate(positions)
         return indices // np.array(self.source_rows, np.int64)[sources]
 
     def source_counts(self, steps: int) -> list[int]:
-        """Return the number of rows of each source in the first steps."""
+        """Return the number of rows of each source in the first steps. Empty without a mixture."""
+        if self.mixture is None:
+            return []
         return self.mixture.rows_before(steps * self.batch_size).tolist()
 
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps that take as many rows as an epoch has."""
+        return self.n_rows / self.batch_size
 
-def permute_epochs(positions: Int64Array, n_rows: int, seed: str | None) -> Int64Array:
-    """Return the rows at positions of a sequence of epochs, each with every row once. No seed keeps their order."""
-    epochs, rows = np.divmod(positions, n_rows)
-    if seed is None:
+    def unrounded_steps_for_epochs(self, epochs: float) -> Fraction:
+        """Return the steps of a number of epochs, not rounded. Decimal fractions are exact, e.g. 0.1 is a tenth."""
+        exact = Fraction(str(epochs))
+        return (exact.limit_denominator(MAX_DENOMINATOR) or exact) * self.n_rows / self.batch_size
+
+    def steps_for_epochs(self, epochs: float) -> int:
+        """Return the number of steps that cover a number of epochs, at least 1."""
+        return max(1, math.ceil(self.unrounded_steps_for_epochs(epochs)))
+
+    def _positions(self, step: int, start: int, stop: int | None) -> Int64Array:
+        """Return the numbers of the rows of a step in the whole run."""
+        if stop is None:
+            stop = self.batch_size
+        return step * self.batch_size + np.arange(start, stop, dtype=np.int64)
+
+    def _permute(self, positions: Int64Array, n_rows: int, name: str) -> Int64Array:
+        """Return the rows at positions of a sequence of epochs, each with every row once."""
+        # Epoch and row are the quotient and the remainder of a division by n_rows, so they do not
+        # depend on batch_size. E.g. with 5 rows and a batch of 2, unshuffled step 2 has the positions
+        # 4 and 5: row 4 of epoch 0, then row 0 of epoch 1.
+        epochs, rows = np.divmod(positions, n_rows)
+        if not self.shuffle:
+            return rows
+        # A batch spans few epochs. Each of them has its own permutation, e.g. "order 42 0" is the first
+        # epoch of seed 42.
+        for epoch in np.unique(epochs):
+            in_epoch = epochs == epoch
+            rows[in_epoch] = permute(rows[in_epoch], n_rows, round_keys(f"order {name} {epoch}"))
         return rows
-    # A batch spans few epochs. Each of them has its own permutation, e.g. "order 42 0" is the first
-    # epoch of seed 42.
-    for epoch in np.unique(epochs):
-        in_epoch = epochs == epoch
-        rows[in_epoch] = permute(rows[in_epoch], n_rows, round_keys(f"order {seed} {epoch}"))
-    return rows
 
 
 def round_keys(name: str) -> list[int]:

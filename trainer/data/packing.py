@@ -134,19 +134,12 @@ def fill_tokens(
 
 @dataclass(frozen=True, slots=True)
 class PackedDataset:
-    """Blocks of concatenated documents.
+    """Blocks of concatenated documents."""
 
-    Attributes:
-        tokens: The token store.
-        first_row: Index in the store of the first block.
-        n_rows: Number of blocks.
-        first_input: Input token at the start of each block, None keeps the stored token. It is not
-            a target.
-    """
-
-    tokens: MappedTokens
-    first_row: int
-    n_rows: int
+    tokens: MappedTokens  # The token store
+    first_row: int  # Index in the store of the first block
+    n_rows: int  # Number of blocks
+    # Input token at the start of each block, None keeps the stored token. It is not a target.
     first_input: int | None = None
 
     @property
@@ -184,20 +177,13 @@ class WindowDataset:
 
     With windows of 4 tokens and stride 2, tokens 0 to 7 are read as 0123, 2345 and 4567, with the targets 123, 45 and
     67. Each target but the first ones thus has at least 2 tokens before it.
-
-    Attributes:
-        tokens: The token store.
-        low: First token.
-        high: End of the tokens.
-        stride: Tokens between the starts of two windows, at most the length of a window.
-        first_input: See `PackedDataset`.
     """
 
-    tokens: MappedTokens
-    low: int
-    high: int
-    stride: int
-    first_input: int | None = None
+    tokens: MappedTokens  # The token store
+    low: int  # First token
+    high: int  # End of the tokens
+    stride: int  # Tokens between the starts of two windows, at most the length of a window
+    first_input: int | None = None  # See `PackedDataset`
 
     @property
     def first_row(self) -> int:
@@ -264,24 +250,15 @@ def with_stride(dataset: Dataset, stride: int | None) -> Dataset:
 
 @dataclass(frozen=True, slots=True)
 class DocumentDataset:
-    """Rows of documents, or of pieces of documents longer than a row.
+    """Rows of documents, or of pieces of documents longer than a row."""
 
-    Attributes:
-        tokens: The token store.
-        rows: The pieces of each row of the store.
-        has_segments: Whether rows have `segment_ids` and `positions`. Without them a row must be
-            one piece.
-        first_row: Index of the first row in `rows`.
-        n_rows: Number of rows.
-        first_input: Input token at the start of each piece, None keeps the stored token. It is not
-            a target.
-    """
-
-    tokens: MappedTokens
-    rows: DocumentRows
+    tokens: MappedTokens  # The token store
+    rows: DocumentRows  # The pieces of each row of the store
+    # Whether rows have `segment_ids` and `positions`. Without them a row must be one piece.
     has_segments: bool
-    first_row: int
-    n_rows: int
+    first_row: int  # Index of the first row in `rows`
+    n_rows: int  # Number of rows
+    # Input token at the start of each piece, None keeps the stored token. It is not a target.
     first_input: int | None = None
 
     @property
@@ -338,13 +315,9 @@ def document_columns(seq_length: int, *, has_segments: bool) -> ColumnSpecs:
 
 @dataclass(frozen=True, slots=True)
 class ConcatenatedDataset:
-    """The rows of several datasets, one after the other.
+    """The rows of several datasets, one after the other."""
 
-    Attributes:
-        parts: The datasets by source name. All have the same columns.
-    """
-
-    parts: Mapping[str, Dataset]
+    parts: Mapping[str, Dataset]  # The datasets by source name. All have the same columns.
 
     @property
     def first_row(self) -> int:

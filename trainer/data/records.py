@@ -77,24 +77,16 @@ class BadLines:
 
 @dataclass(frozen=True, slots=True)
 class RecordSettings:
-    """Settings of reading records, except the settings of their examples.
+    """Settings of reading records, except the settings of their examples."""
 
-    Attributes:
-        vocab: Size of the model's vocabulary without padding. Token ids in the data must be below
-            it.
-        eos_id: Last token of a document in data of token ids, or None.
-        bad_lines: Maximum number of invalid records to skip.
-        ids_dtype: Dtype of token ids in files without a recorded dtype.
-        max_document_nbytes: Maximum bytes of a line, a row or a value.
-        limit: Documents to read, counting a source and its target as one. 0 for all.
-    """
-
+    # Size of the model's vocabulary without padding. Token ids in the data must be below it.
     vocab: int
-    eos_id: int | None = None
-    bad_lines: int = 0
-    ids_dtype: str = DEFAULT_IDS_DTYPE
+    eos_id: int | None = None  # Last token of a document in data of token ids, or None
+    bad_lines: int = 0  # Maximum number of invalid records to skip
+    ids_dtype: str = DEFAULT_IDS_DTYPE  # Dtype of token ids in files without a recorded dtype
+    # Maximum bytes of a line, a row or a value
     max_document_nbytes: int = DEFAULT_MAX_DOCUMENT_NBYTES
-    limit: int = 0
+    limit: int = 0  # Documents to read, counting a source and its target as one. 0 for all.
 
     def identity_inputs(
         self, data_type: DataType, without: Collection[IdentityChange]
@@ -124,20 +116,13 @@ class ShardLayout:
     The files, one after the other, are a sequence of bytes. It is cut into ranges of equal size, and what ends in a
     range is in its shard: a record, a chunk of a text, or an undivided file. Ranges in which nothing can
     end have no shard. The layout is therefore a function of the sizes of the files.
-
-    Attributes:
-        range_nbytes: Size of a range.
-        starts: Start of each file.
-        ends: End of each undivided file. None for divided files.
-        ranges: Number of the range of each shard, ascending.
-        nbytes: Bytes of the data of each shard.
     """
 
-    range_nbytes: int
-    starts: Sequence[int]
-    ends: Sequence[int | None]
-    ranges: Sequence[int]
-    nbytes: Sequence[int]
+    range_nbytes: int  # Size of a range
+    starts: Sequence[int]  # Start of each file
+    ends: Sequence[int | None]  # End of each undivided file. None for divided files.
+    ranges: Sequence[int]  # Number of the range of each shard, ascending
+    nbytes: Sequence[int]  # Bytes of the data of each shard
 
     @property
     def n_shards(self) -> int:
@@ -200,27 +185,18 @@ def divide_files(
 
 @dataclass(slots=True)
 class ShardReader:
-    """Reads the examples of shards, in order and in bounded memory.
+    """Reads the examples of shards, in order and in bounded memory."""
 
-    Attributes:
-        files: The files, with their digests.
-        file_type: Type of the files. It selects their reader.
-        builder: Builds an example of each record.
-        settings: Settings of reading.
-        layout: The shards of the files.
-        note: Called with messages about skipped records.
-        n_skipped: Number of skipped invalid records of each shard, also of shards made before.
-        is_read: Whether a shard is read, once its first part is reached. All parts of a shard are read, or none,
-            whatever other processes do meanwhile.
-    """
-
-    files: Sequence[DataFile]
-    file_type: FileType
-    builder: ExampleBuilder
-    settings: RecordSettings
-    layout: ShardLayout
-    note: Note
+    files: Sequence[DataFile]  # The files, with their digests
+    file_type: FileType  # Type of the files. It selects their reader.
+    builder: ExampleBuilder  # Builds an example of each record
+    settings: RecordSettings  # Settings of reading
+    layout: ShardLayout  # The shards of the files
+    note: Note  # Called with messages about skipped records
+    # Number of skipped invalid records of each shard, also of shards made before
     n_skipped: Counter[int] = field(default_factory=Counter[int])
+    # Whether a shard is read, once its first part is reached. All parts of a shard are read, or none, whatever other
+    # processes do meanwhile.
     is_read: dict[int, bool] = field(default_factory=dict[int, bool])
 
     def read(self, is_missing: Callable[[int], bool]) -> Iterator[tuple[int, Example]]:

@@ -24,23 +24,15 @@ from trainer.recipe.data_table import SpanSizes
 
 @dataclass(frozen=True, slots=True)
 class Seq2SeqDataset:
-    """Pairs of a token store: the source of each pair, then its target.
+    """Pairs of a token store: the source of each pair, then its target."""
 
-    Attributes:
-        tokens: The token store.
-        source_length: Maximum tokens of a source.
-        decoder_start_id: First decoder input token.
-        eos_id: Replaces the last token of a truncated source or target. None keeps the last token.
-        first_row: Index in the store of the first pair.
-        n_rows: Number of pairs.
-    """
-
-    tokens: MappedTokens
-    source_length: int
-    decoder_start_id: int
+    tokens: MappedTokens  # The token store
+    source_length: int  # Maximum tokens of a source
+    decoder_start_id: int  # First decoder input token
+    # Replaces the last token of a truncated source or target. None keeps the last token.
     eos_id: int | None
-    first_row: int
-    n_rows: int
+    first_row: int  # Index in the store of the first pair
+    n_rows: int  # Number of pairs
 
     @property
     def seq_length(self) -> int:
@@ -139,42 +131,26 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class SpanCorruptionTokenIds:
-    """The token ids added by span corruption.
+    """The token ids added by span corruption."""
 
-    Attributes:
-        sentinels: Sentinel of the first span, of the second and so on, int32.
-        eos: Last token of each source and target.
-        decoder_start: First decoder input token.
-    """
-
-    sentinels: Int32Array
-    eos: int
-    decoder_start: int
+    sentinels: Int32Array  # Sentinel of the first span, of the second and so on, int32
+    eos: int  # Last token of each source and target
+    decoder_start: int  # First decoder input token
 
 
 @dataclass(frozen=True, slots=True)
 class SpanCorruptionDataset:
-    """Pairs of a source and a target, made of the blocks of a token store.
+    """Pairs of a source and a target, made of the blocks of a token store."""
 
-    Attributes:
-        tokens: The token store. Its `seq_length` is the length of a block.
-        sizes: Numbers of tokens, noise tokens and spans of each block.
-        special_ids: Ids of the special tokens in sources and targets, e.g. the sentinels of spans.
-        source_length: Maximum length of a source.
-        seq_length: Maximum length of a target.
-        seed: Seed of the spans.
-        first_row: Index in the store of the first block.
-        n_rows: Number of blocks.
-    """
-
-    tokens: MappedTokens
-    sizes: SpanSizes
+    tokens: MappedTokens  # The token store. Its `seq_length` is the length of a block.
+    sizes: SpanSizes  # Numbers of tokens, noise tokens and spans of each block
+    # Ids of the special tokens in sources and targets, e.g. the sentinels of spans.
     special_ids: SpanCorruptionTokenIds
-    source_length: int
-    seq_length: int
-    seed: int
-    first_row: int
-    n_rows: int
+    source_length: int  # Maximum length of a source
+    seq_length: int  # Maximum length of a target
+    seed: int  # Seed of the spans
+    first_row: int  # Index in the store of the first block
+    n_rows: int  # Number of blocks
 
     @property
     def columns(self) -> ColumnSpecs:

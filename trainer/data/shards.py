@@ -187,29 +187,17 @@ def _create(path: Path) -> BinaryIO:
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:
-    """The inputs of a missing store.
+    """The inputs of a missing store."""
 
-    Attributes:
-        folder: The store. Its name is the identity.
-        files: The data files, with their digests.
-        file_type: Their type.
-        builder: Builds an example of each record.
-        tokenizer: Tokenizer of their texts.
-        settings: Settings of reading.
-        overlong: What becomes of documents longer than a sequence.
-        dtype: Dtype of the ids.
-        layout: The shards.
-    """
-
-    folder: Path
-    files: Sequence[DataFile]
-    file_type: FileType
-    builder: ExampleBuilder
-    tokenizer: TextTokenizer
-    settings: RecordSettings
-    overlong: OverlongRule
-    dtype: str
-    layout: ShardLayout
+    folder: Path  # The store. Its name is the identity.
+    files: Sequence[DataFile]  # The data files, with their digests
+    file_type: FileType  # Their type
+    builder: ExampleBuilder  # Builds an example of each record
+    tokenizer: TextTokenizer  # Tokenizer of their texts
+    settings: RecordSettings  # Settings of reading
+    overlong: OverlongRule  # What becomes of documents longer than a sequence
+    dtype: str  # Dtype of the ids
+    layout: ShardLayout  # The shards
 
     def has_shard(self, shard: int) -> bool:
         """Return whether a shard is made."""

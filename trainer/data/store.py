@@ -64,32 +64,22 @@ DIGEST_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class ShardMeta:
-    """Metadata of a shard.
+    """Metadata of a shard."""
 
-    Attributes:
-        identity: Identity of its store.
-        dtype: Dtype of the ids, "uint16" or "uint32".
-        n_tokens: Number of ids.
-        n_documents: Number of document ends in the shard.
-        max_id: Largest id, or -1 for an empty shard.
-        digests: XXH3-128 by file name. Empty in stores of earlier versions.
-        ignored: Number of each part of conversations that the tokens do not show, by name. Empty in stores
-            of earlier versions.
-        loss_weights: The different loss weights of its tokens, 0 and 1 first.
-        n_bad_lines: Number of skipped invalid records.
-        layout: Digest of the division of the data. Shards of different divisions are not of one store. Empty in
-            stores of earlier versions.
-    """
-
-    identity: str
-    dtype: str
-    n_tokens: int
-    n_documents: int
-    max_id: int
+    identity: str  # Identity of its store
+    dtype: str  # Dtype of the ids, "uint16" or "uint32"
+    n_tokens: int  # Number of ids
+    n_documents: int  # Number of document ends in the shard
+    max_id: int  # Largest id, or -1 for an empty shard
+    # XXH3-128 by file name. Empty in stores of earlier versions.
     digests: Mapping[str, str] = field(default_factory=dict)
+    # Number of each part of conversations that the tokens do not show, by name. Empty in stores of earlier versions.
     ignored: Mapping[str, int] = field(default_factory=dict)
+    # The different loss weights of its tokens, 0 and 1 first
     loss_weights: Sequence[float] = LOSS_WEIGHTS
-    n_bad_lines: int = 0
+    n_bad_lines: int = 0  # Number of skipped invalid records
+    # Digest of the division of the data. Shards of different divisions are not of one store. Empty in stores of
+    # earlier versions.
     layout: str = ""
 
     @property
@@ -119,18 +109,13 @@ class ShardMeta:
 
 @dataclass(frozen=True, slots=True)
 class StoreMeta:
-    """Metadata of a complete store.
+    """Metadata of a complete store."""
 
-    Attributes:
-        identity: Digest of all inputs of tokenization, and the store's folder name.
-        shards: Metadata of the shards by folder name, in the order of the data. The only shard of an earlier
-            version has an empty name.
-        loss_weights: The different loss weights of its tokens, 0 and 1 first.
-    """
-
-    identity: str
+    identity: str  # Digest of all inputs of tokenization, and the store's folder name
+    # Metadata of the shards by folder name, in the order of the data. The only shard of an earlier version has an
+    # empty name.
     shards: Mapping[str, ShardMeta]
-    loss_weights: Sequence[float]
+    loss_weights: Sequence[float]  # The different loss weights of its tokens, 0 and 1 first
 
     @property
     def dtype(self) -> str:
@@ -194,26 +179,18 @@ def too_many_weights_error() -> PrepError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MappedTokens:
-    """A memory-mapped token store.
+    """A memory-mapped token store."""
 
-    Attributes:
-        ids: [n_tokens] uint16 or uint32, ids of all documents, end-of-sequence ids included.
-        ends: [n_documents] uint64, end of each document in `ids`.
-        identity: Identity of the store.
-        seq_length: Tokens of a block, or maximum tokens of a target.
-        weight_codes: [n_tokens] uint8, index in `loss_weights` of the weight of each token as a target. 0
-            is a weight of 0. None if all weights are 1.
-        rows: Rows of whole documents. None if documents are concatenated.
-        loss_weights: The loss weights.
-    """
-
+    # [n_tokens] uint16 or uint32, ids of all documents, end-of-sequence ids included
     ids: TokenArray
-    ends: TokenArray
-    identity: str
-    seq_length: int
+    ends: TokenArray  # [n_documents] uint64, end of each document in `ids`
+    identity: str  # Identity of the store
+    seq_length: int  # Tokens of a block, or maximum tokens of a target
+    # [n_tokens] uint8, index in `loss_weights` of the weight of each token as a target. 0 is a weight of 0. None if
+    # all weights are 1.
     weight_codes: TokenArray | None = None
-    rows: DocumentRows | None = None
-    loss_weights: Sequence[float] = LOSS_WEIGHTS
+    rows: DocumentRows | None = None  # Rows of whole documents. None if documents are concatenated.
+    loss_weights: Sequence[float] = LOSS_WEIGHTS  # The loss weights
 
     @property
     def n_tokens(self) -> int:

@@ -168,18 +168,12 @@ class TokenArray(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayFile:
-    """A file with a part of an array.
+    """A file with a part of an array."""
 
-    Attributes:
-        path: The file.
-        n_items: Number of its items.
-        offset: Is added to each item.
-        codes: Replacement of each item by its value. None keeps the items.
-    """
-
-    path: Path
-    n_items: int
-    offset: int = 0
+    path: Path  # The file
+    n_items: int  # Number of its items
+    offset: int = 0  # Is added to each item
+    # Replacement of each item by its value. None keeps the items.
     codes: npt.NDArray[np.uint8] | None = None
 
 

@@ -37,17 +37,11 @@ FILE_MAGIC = b"ARROW1"
 
 @dataclass(frozen=True, slots=True)
 class InvalidRow:
-    """A row that cannot be used.
+    """A row that cannot be used."""
 
-    Attributes:
-        number: Its number, from 1.
-        why: Its fault.
-        nbytes: Bytes of its values if they exceed the limit, else 0.
-    """
-
-    number: int
-    why: str
-    nbytes: int = 0
+    number: int  # Its number, from 1
+    why: str  # Its fault
+    nbytes: int = 0  # Bytes of its values if they exceed the limit, else 0
 
 
 class TableReader:

@@ -6,21 +6,25 @@ Later runs use the store again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prepcli.core.errors import Key, PrepError, text
 from prepcli.core.formatting import count_text
+from prepcli.core.process_group import ProcessGroup
 from trainer.data import shards
 from trainer.data.document_rows import open_rows, stored_rows
 from trainer.data.examples import CUT_DOCUMENTS, DROPPED_DOCUMENTS, describe_ignored
 from trainer.data.fields import compile_fields
 from trainer.data.files import (
+    OPENED_PREFIX,
     DataFile,
     DigestRecord,
     Note,
     file_stamps,
     hash_files,
+    io_error,
     path_of,
     read_record,
     remove_shared_digests,
@@ -42,6 +46,7 @@ from trainer.data.shards import (
 from trainer.data.store import MappedTokens, StoreMeta, is_complete, map_tokens, read_meta
 from trainer.data.token_samples import count_samples
 from trainer.data.tokenize_config import (
+    RecordedTokens,
     TokenizeConfig,
     checked_identity,
     find_config_files,
@@ -50,45 +55,31 @@ from trainer.data.tokenize_config import (
     store_identity,
 )
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
+from trainer.distributed.agreement import folder_processes
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedShare:
-    """The state of a store after the work of a process.
+    """The state of a store after the work of a process."""
 
-    Attributes:
-        folder: Folder of the store, also of an incomplete one.
-        n_shards: Number of shards.
-        n_missing: Number of shards left to other processes.
-        meta: Metadata of the store. None if shards are missing.
-        tokens: The mapped store. None if shards are missing.
-        is_described: Whether this process describes the store to the user: the one that completed it, or process
-            0 if it was complete before.
-    """
-
-    folder: Path
-    n_shards: int
-    n_missing: int
-    meta: StoreMeta | None = None
-    tokens: MappedTokens | None = None
+    folder: Path  # Folder of the store, also of an incomplete one
+    n_shards: int  # Number of shards
+    n_missing: int  # Number of shards left to other processes
+    meta: StoreMeta | None = None  # Metadata of the store. None if shards are missing.
+    tokens: MappedTokens | None = None  # The mapped store. None if shards are missing.
+    # Whether this process describes the store to the user: the one that completed it, or process 0 if it was complete
+    # before
     is_described: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DataInputs:
-    """The data files of a config, and the identity of their tokens.
+    """The data files of a config, and the identity of their tokens."""
 
-    Attributes:
-        config: The config, with the type of the files and the tokenizer's prefix.
-        tokenizer: Its tokenizer.
-        files: The files with their digests, without empty ones.
-        identity: Identity of the tokens.
-    """
-
-    config: TokenizeConfig
-    tokenizer: TextTokenizer
-    files: Sequence[DataFile]
-    identity: str
+    config: TokenizeConfig  # The config, with the type of the files and the tokenizer's prefix
+    tokenizer: TextTokenizer  # Its tokenizer
+    files: Sequence[DataFile]  # The files with their digests, without empty ones
+    identity: str  # Identity of the tokens
 
     @property
     def folder(self) -> Path:
@@ -342,3 +333,113 @@ def _check_overlong(meta: StoreMeta, what: str) -> None:
     if any(overlong.values()):
         hint = text("a larger {}, or another {}", Key("data.seq_length"), Key("data.overlong"))
         raise PrepError(what, ", ".join(describe_ignored(overlong)), hint)
+
+
+# Tokens that the processes of a job make together, or wait for.
+
+# Names of exchanges between processes.
+MISSING_TOKENS = "tokens are missing"
+TOKEN_SHARDS = "token shards"
+RECORDED_TOKENS = "recorded tokens"
+
+
+def tokenize_in_group(
+    config: TokenizeConfig, group: ProcessGroup, *, progress: TokenizeProgress, note: Note
+) -> MappedTokens:
+    """Return the tokens of the configured files.
+
+    All processes call it together. If the hosts share the cache, the first process of each host
+    makes a share of the tokens. Otherwise process 0 makes them, and the first process of each host
+    without the cache of process 0. All other processes wait, then open the tokens without reading
+    the data files. With a scratch folder, each process makes the tokens that are missing in the
+    cache.
+
+    Args:
+        config: Files, tokenizer and cache. All processes use the recorded tokens of process 0.
+        group: The processes of the job.
+        progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
+        note: Called with messages for the user.
+
+    Raises:
+        PrepError: The tokens cannot be made, or the hosts have different data files.
+    """
+    encoded = group.broadcast(RECORDED_TOKENS, config.recorded.encode() if config.recorded else "")
+    # Another process may not see the run that has recorded the tokens.
+    config = replace(config, recorded=RecordedTokens.decode(encoded) if encoded else None)
+    if config.scratch_dir is not None:
+        return tokenize_files(config, progress=progress, note=note)
+    if group.count == 1:
+        return tokenize_files(config, progress=progress, note=note)
+    if group.index == 0:
+        try:
+            config.cache.mkdir(parents=True, exist_ok=True)
+            (config.cache / OPENED_PREFIX).touch()
+        except OSError as error:
+            raise io_error(config.cache, error) from error
+    tokens = None
+    processes = folder_processes(config.cache, group)
+    if processes.is_shared and len(processes.host_leaders) > 1:
+        tokens = _tokenize_on_hosts(
+            config, group, processes.host_leaders, progress=progress, note=note
+        )
+    elif group.index in processes.writers:
+        tokens = tokenize_files(config, progress=progress, note=note)
+    # Process 0 waits here until all tokens are complete. Other processes wait in the broadcast below.
+    identities = group.gather("tokens", tokens.identity if tokens else "")
+    if group.index == 0:
+        _check_equal(identities)
+    identity = group.broadcast("identity of the tokens", tokens.identity if tokens else "")
+    return tokens or open_tokens(config, identity, note=note)
+
+
+def _tokenize_on_hosts(
+    config: TokenizeConfig,
+    group: ProcessGroup,
+    leaders: Sequence[int],
+    *,
+    progress: TokenizeProgress,
+    note: Note,
+) -> MappedTokens | None:
+    """Return the tokens on process 0, and None elsewhere. The first process of each host makes a share."""
+    if group.index > 0:
+        has_work = group.broadcast(MISSING_TOKENS, "") == str(True)
+        if has_work and group.index in leaders:
+            # A host without the data files makes no share. Process 0 makes what is missing in the
+            # end, and reports the error of invalid data.
+            with suppress(PrepError):
+                place = leaders.index(group.index)
+                job = store_job(read_inputs(config, note, place, len(leaders)))
+                share = job.share(place, len(leaders))
+                make_shards(job, share, progress=progress, note=note)
+        group.barrier(TOKEN_SHARDS)
+        return None
+    # Process 0 reads all files for their digests. The others find its record.
+    inputs = read_inputs(config, note)
+    job = store_job(inputs)
+    has_work = not is_complete(job.folder)
+    group.broadcast(MISSING_TOKENS, str(has_work))
+    if has_work:
+        share = job.share(0, len(leaders))
+        make_shards(job, share, progress=progress, note=note)
+    group.barrier(TOKEN_SHARDS)
+    meta = read_valid_meta(job.folder, note, reopens=True)
+    if meta is None:
+        make_shards(job, range(job.layout.n_shards), progress=progress, note=note)
+        meta = complete_store(job, progress=progress, note=note)
+    return map_new_tokens(job.folder, meta, inputs.config, inputs.tokenizer, note)
+
+
+def _check_equal(identities: Sequence[str]) -> None:
+    """Raise PrepError if two hosts made different tokens."""
+    other = next(
+        (index for index, identity in enumerate(identities) if identity not in ("", identities[0])),
+        None,
+    )
+    if other is not None:
+        what = f"the data of process {other} differs from the data of process 0"
+        why = f"its tokens are {identities[other]}, process 0 has {identities[0]}"
+        raise PrepError(
+            what,
+            why,
+            "use the same files in `data.path` on all hosts, or put them on a shared file system",
+        )

@@ -16,8 +16,7 @@ from trainer.data.encode import OverlongRule
 from trainer.data.examples import ExampleSettings, IdentityChange
 from trainer.data.files import DataFile, Note
 from trainer.data.find_files import (
-    NO_REMOTE_FILES,
-    RemoteFiles,
+    DataFinder,
     find_data_files,
     resolve_type,
     with_companions,
@@ -50,54 +49,34 @@ TABLE_TYPES = ("parquet", "arrow")
 
 @dataclass(frozen=True, slots=True)
 class TokenizeConfig:
-    """The inputs of the tokens of a dataset, and their folder.
+    """The inputs of the tokens of a dataset, and their folder."""
 
-    Attributes:
-        type: Type of the data files.
-        paths: Files, folders, globs and URLs, as `find_data_files` takes them.
-        examples: Settings of the examples of records.
-        seq_length: Tokens of a block, or maximum tokens of a target.
-        tokenizer: A tokenizer.json, or a folder with one.
-        vocab: Size of the model's vocabulary without padding.
-        cache: Folder of token stores.
-        scratch_dir: Folder for a new store, if `cache` must not be written to.
-        source_length: Maximum tokens of a source.
-        max_examples: Maximum number of records, or of documents of data without columns. 0 for all.
-        selection: Part of a dataset.
-        bad_lines: Maximum number of invalid records to skip.
-        ids_dtype: Dtype of token ids in files without a recorded dtype.
-        max_document_nbytes: Maximum bytes of a line, a row or a value.
-        remote: Finds the files of URLs.
-        source: Name of the source in a mixture. Empty for the only source of a run.
-        is_evaluation: Whether the data is for evaluation.
-        packing: The recipe's `data.packing`. Ignored with an encoder.
-        overlong: What becomes of records longer than a sequence.
-        checks_digests: Read all data files and tokens for their digests. If False, files with the
-            sizes and times of an earlier call, and their tokens, are trusted.
-        recorded: The tokens with which a resumed run began. Others are an error, before they are made.
-            None if there is no such run.
-    """
-
-    type: DataType
-    paths: tuple[str, ...]
-    examples: ExampleSettings
-    seq_length: int
-    tokenizer: Path
-    vocab: int
-    cache: Path
-    scratch_dir: Path | None = None
-    source_length: int = 0
+    type: DataType  # Type of the data files
+    paths: tuple[str, ...]  # Files, folders, globs and URLs, as `find_data_files` takes them
+    examples: ExampleSettings  # Settings of the examples of records
+    seq_length: int  # Tokens of a block, or maximum tokens of a target
+    tokenizer: Path  # A tokenizer.json, or a folder with one
+    vocab: int  # Size of the model's vocabulary without padding
+    cache: Path  # Folder of token stores
+    scratch_dir: Path | None = None  # Folder for a new store, if `cache` must not be written to
+    source_length: int = 0  # Maximum tokens of a source
+    # Maximum number of records, or of documents of data without columns. 0 for all.
     max_examples: int = 0
-    selection: Selection = WHOLE
-    bad_lines: int = 0
-    ids_dtype: str = DEFAULT_IDS_DTYPE
+    selection: Selection = WHOLE  # Part of a dataset
+    bad_lines: int = 0  # Maximum number of invalid records to skip
+    ids_dtype: str = DEFAULT_IDS_DTYPE  # Dtype of token ids in files without a recorded dtype
+    # Maximum bytes of a line, a row or a value
     max_document_nbytes: int = DEFAULT_MAX_DOCUMENT_NBYTES
-    remote: RemoteFiles = NO_REMOTE_FILES
-    source: str = ""
-    is_evaluation: bool = False
-    packing: Packing = CONCATENATED
-    overlong: Overlong = WHOLE_TOKENS
+    remote: DataFinder | None = None  # Finds the files of URLs
+    source: str = ""  # Name of the source in a mixture. Empty for the only source of a run.
+    is_evaluation: bool = False  # Whether the data is for evaluation
+    packing: Packing = CONCATENATED  # The recipe's `data.packing`. Ignored with an encoder.
+    overlong: Overlong = WHOLE_TOKENS  # What becomes of records longer than a sequence
+    # Read all data files and tokens for their digests. If False, files with the sizes and times of an earlier call,
+    # and their tokens, are trusted.
     checks_digests: bool = True
+    # The tokens with which a resumed run began. Others are an error, before they are made. None if there is no such
+    # run.
     recorded: RecordedTokens | None = None
 
     @property
@@ -312,17 +291,11 @@ Identify = Callable[[bool | None, Collection[IdentityChange]], str]
 
 @dataclass(frozen=True, slots=True)
 class TokenCause:
-    """Why a run began with other tokens.
+    """Why a run began with other tokens."""
 
-    Attributes:
-        identity: Identity of the store with which it began.
-        add_bos: Its `data.add_bos`.
-        changes: The changes since its version.
-    """
-
-    identity: str
-    add_bos: bool | None
-    changes: tuple[IdentityChange, ...]
+    identity: str  # Identity of the store with which it began
+    add_bos: bool | None  # Its `data.add_bos`
+    changes: tuple[IdentityChange, ...]  # The changes since its version
 
     @property
     def description(self) -> str:
@@ -332,15 +305,10 @@ class TokenCause:
 
 @dataclass(frozen=True, slots=True)
 class RecordedTokens:
-    """The tokens with which a run began.
+    """The tokens with which a run began."""
 
-    Attributes:
-        identities: Identity of each store.
-        add_bos: Its `data.add_bos`.
-    """
-
-    identities: tuple[str, ...]
-    add_bos: bool | None
+    identities: tuple[str, ...]  # Identity of each store
+    add_bos: bool | None  # Its `data.add_bos`
 
     def encode(self) -> str:
         """Return these tokens as a text for the other processes of a job."""

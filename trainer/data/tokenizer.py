@@ -141,22 +141,14 @@ ENDS_PROMPTS = ("T5Tokenizer",)
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
-    """A tokenizer of one of the libraries.
+    """A tokenizer of one of the libraries."""
 
-    Attributes:
-        path: Its file, or its folder.
-        digest: XXH3-128 of its files.
-        max_id: Its largest token id.
-        codec: Its library.
-        allows_cuts: Whether the parts of `cut_text` have the tokens of the whole text.
-        missing_tokens: Special tokens that its tokenizer_config.json lists and its tokenizer.json does not have.
-    """
-
-    path: Path
-    digest: str
-    max_id: int
-    codec: LibraryTokenizer
-    allows_cuts: bool = False
+    path: Path  # Its file, or its folder
+    digest: str  # XXH3-128 of its files
+    max_id: int  # Its largest token id
+    codec: LibraryTokenizer  # Its library
+    allows_cuts: bool = False  # Whether the parts of `cut_text` have the tokens of the whole text
+    # Special tokens that its tokenizer_config.json lists and its tokenizer.json does not have
     missing_tokens: tuple[str, ...] = ()
 
     def notes(self) -> Iterator[str]:
@@ -386,10 +378,8 @@ def check_tokenizer_exists(path: Path) -> None:
 
 
 def _load_from_transformers(folder: Path) -> TextTokenizer:
-    """Load the tokenizer that transformers builds.
-
-    The version of transformers is part of its digest, because another version may encode otherwise.
-    """
+    """Load the tokenizer that transformers builds."""
+    # The version of transformers is part of its digest, because another version may encode otherwise.
     for name in (*TRANSFORMERS_FILES, "chat_template.jinja"):
         path = folder / name
         # transformers would wait for a FIFO without end

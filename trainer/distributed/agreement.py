@@ -230,10 +230,8 @@ def _describe_differences(
 
 
 def _values_by_process(name: str, reports: list[dict[str, dict[str, str]]]) -> str:
-    """Return the values of a fact and their processes, the most frequent value first.
-
-    Empty if all processes have the same value. A value names the host of its first process.
-    """
+    """Return the values of a fact and their processes, the most frequent value first."""
+    # Empty if all processes have the same value. A value names the host of its first process.
     indices: dict[str, list[int]] = {}
     for index, report in enumerate(reports):
         indices.setdefault(report["facts"].get(name, "not set"), []).append(index)

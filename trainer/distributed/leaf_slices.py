@@ -173,10 +173,8 @@ def plan_exchange(
 def _unit_slices(
     shape: Sequence[int], unit: Sequence[int]
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield each dim that can be the row dim, with the shape of a slice of one unit of rows.
-
-    A row dim has more than one unit. Each dim before it has a single unit, or units of one index.
-    """
+    """Yield each dim that can be the row dim, with the shape of a slice of one unit of rows."""
+    # A row dim has more than one unit. Each dim before it has a single unit, or units of one index.
     for dim, extent in enumerate(shape):
         if extent <= unit[dim]:
             continue

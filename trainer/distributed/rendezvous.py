@@ -117,11 +117,9 @@ def index_ranges(indices: Iterable[int]) -> str:
 
 
 def _add_peer(meeting: _Meeting, peer: _Peer) -> PrepError | None:
-    """Add a process, or refuse one of another job. Return the error if it contradicts this job.
-
-    A process may replace one that has ended. When the job is complete, ended processes are removed, so that
-    process 0 waits for their replacements.
-    """
+    """Add a process, or refuse one of another job. Return the error if it contradicts this job."""
+    # A process may replace one that has ended. When the job is complete, ended processes are removed, so that process
+    # 0 waits for their replacements.
     peers = meeting.peers
     address = meeting.address
     other = peers.get(peer.index)
@@ -145,10 +143,7 @@ def _add_peer(meeting: _Meeting, peer: _Peer) -> PrepError | None:
 
 
 def _find_stranger(peer: _Peer, other: _Peer | None, address: ProcessAddress) -> _Peer | None:
-    """Return the process of another job, of two processes with the same index.
-
-    None if no job is known to differ.
-    """
+    """Return the process of another job, of two processes with the same index. None if no job is known to differ."""
     if peer.job and address.job and peer.job != address.job:
         return peer
     if other is None or peer.settings_digest == other.settings_digest:
@@ -240,10 +235,8 @@ def _read_peer(hello: Any, ip: str, connection: socket.socket) -> _Peer | None:
 
 
 def _peer_error(peer: _Peer, other: _Peer | None, address: ProcessAddress) -> PrepError | None:
-    """Return the error for a process that disagrees with this job, or None.
-
-    It expects a different number of processes, or its index is out of range or belongs to another process.
-    """
+    """Return the error for a process that disagrees with this job, or None."""
+    # It expects a different number of processes, or its index is out of range or belongs to another process.
     if peer.count != address.count:
         why = f"process 0 expects {address.count}, and process {peer.index} at {peer.ip} expects {peer.count}"
         return PrepError(
@@ -328,10 +321,8 @@ def _report_to_process_0(address: ProcessAddress, deadline: float, *, timeout_s:
 
 
 def _send_verdict(peer: _Peer, error: PrepError | None) -> None:
-    """Send a process the verdict: the error, or null if all have connected.
-
-    The watchdog finds ended processes later.
-    """
+    """Send a process the verdict: the error, or null if all have connected."""
+    # The watchdog finds ended processes later.
     verdict = {
         "error": [error.what, error.why, error.hint] if error else None,
         "place": process_place(),

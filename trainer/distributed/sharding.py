@@ -80,11 +80,10 @@ def arrange_devices(
 def _arrange_slice(
     shape: Sequence[int], devices: Sequence[Any], *, plain_order: bool
 ) -> np.ndarray:
-    """Arrange the devices of one slice in a shape.
-
-    `jax.make_mesh` (jax 0.10.2) splits a physical axis over several mesh axes on v5e alone. On a v6e of 16x16 it
-    therefore refuses 64,4. Shapes that need no split get the same order from both functions.
-    """
+    """Arrange the devices of one slice in a shape."""
+    # `jax.make_mesh` (jax 0.10.2) splits a physical axis over several mesh axes on v5e alone. On a v6e of 16x16 it
+    # therefore refuses 64,4. Shapes that need no split get the same order from both functions.
+    #
     # The network of a slice is a torus, e.g. [16, 16]. Without a split each mesh axis is a product of
     # whole physical axes. The mesh 64,4 needs 64 = 16 * 4: one physical axis and a part of the other.
     if plain_order:
@@ -93,12 +92,10 @@ def _arrange_slice(
 
 
 def _devices_by_slice(devices: Sequence[Any], count: int) -> list[list[Any]]:
-    """Divide devices by their slice.
-
-    The runtime of GPUs reports each host, or each group of hosts with NVLink, as a slice. A slice
-    of the recipe may consist of several of these. The devices are then divided in order, by whole
-    hosts. Devices of a runtime with a single slice are divided in the same way.
-    """
+    """Divide devices by their slice."""
+    # The runtime of GPUs reports each host, or each group of hosts with NVLink, as a slice. A slice of the recipe may
+    # consist of several of these. The devices are then divided in order, by whole hosts. Devices of a runtime with a
+    # single slice are divided in the same way.
     by_index: dict[int, list[Any]] = {}
     for device in devices:
         by_index.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)

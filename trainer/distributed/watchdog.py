@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Literal, Protocol
 
-from trainer.distributed.start import ConnectionBrokenError
+from trainer.distributed.processes import ConnectionBrokenError
 
 STEP_PHASE = "step"
 # Processes that a message names.

@@ -285,10 +285,8 @@ def _extents(factors: Iterable[SizedAxis]) -> list[int]:
 
 
 def _fixed_index(axis_map: AxisMap) -> tuple[int | slice, ...]:
-    """Return the index of a leaf's part of a tensor, e.g. `(0, :, :)` for the query in [qkv, heads, head_dim].
-
-    The tensor has one dim per named axis of its axis map. Axes with a fixed index are selected by it.
-    """
+    """Return the index of a leaf's part of a tensor, e.g. `(0, :, :)` for the query in [qkv, heads, head_dim]."""
+    # The tensor has one dim per named axis of its axis map. Axes with a fixed index are selected by it.
     index: list[int | slice] = []
     for factor in _source_factors(axis_map):
         if factor.fixed is None:

@@ -37,20 +37,15 @@ KEYS = "attn.k.weight"
 class GenerationConfig:
     """The options of generation.
 
-    Attributes:
-        max_new_tokens: Maximum number of new tokens per row.
-        eos_token_ids: Tokens that end a row. The token itself is part of the output.
-        sampling: How tokens are sampled.
-        rules: Rules of the model that change logits before sampling.
-
     Raises:
         UsageError: `max_new_tokens` is less than 1.
     """
 
-    max_new_tokens: int
+    max_new_tokens: int  # Maximum number of new tokens per row
+    # Tokens that end a row. The token itself is part of the output.
     eos_token_ids: tuple[int, ...] = ()
-    sampling: Sampling = field(default_factory=Sampling)
-    rules: TokenRules = NO_RULES
+    sampling: Sampling = field(default_factory=Sampling)  # How tokens are sampled
+    rules: TokenRules = NO_RULES  # Rules of the model that change logits before sampling
 
     def __post_init__(self) -> None:
         """Check the number of new tokens."""
@@ -61,22 +56,14 @@ class GenerationConfig:
 
 
 class PromptBatch(NamedTuple):
-    """Prompts and new tokens in slots, the positions of the axis S.
+    """Prompts and new tokens in slots, the positions of the axis S."""
 
-    Attributes:
-        tokens: int32 [B, S].
-        start_slots: int32 [B], the slot of each row's first token.
-        row_numbers: int32 [B]. The sampled tokens of a row depend on its number.
-        is_finished: bool [B], true for finished rows.
-        first_new_slot: int32 [], the slot of the first new tokens.
-        encoder_output: Keys and values of the sources for all decoder layers.
-    """
-
-    tokens: Array
-    start_slots: Array
-    row_numbers: Array
-    is_finished: Array
-    first_new_slot: Array
+    tokens: Array  # int32 [B, S]
+    start_slots: Array  # int32 [B], the slot of each row's first token
+    row_numbers: Array  # int32 [B]. The sampled tokens of a row depend on its number.
+    is_finished: Array  # bool [B], true for finished rows
+    first_new_slot: Array  # int32 [], the slot of the first new tokens
+    # Keys and values of the sources for all decoder layers
     encoder_output: EncoderOutput | None = None
 
 

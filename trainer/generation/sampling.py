@@ -32,21 +32,16 @@ MAX_SEED = (1 << 32) - 1
 class Sampling:
     """The options of sampling.
 
-    Attributes:
-        temperature: Divisor of logits. 0 takes the most likely token.
-        top_k: Sample from the k most likely tokens. 0 means all.
-        top_p: Sample from the most likely tokens with a total probability of p. 1 means all.
-        seed: Seed of the random key.
-        min_p: Sample from the tokens with at least this part of the highest probability. 0 means all.
-
     Raises:
         UsageError: A value is out of range.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
+    temperature: float = 0.0  # Divisor of logits. 0 takes the most likely token.
+    top_k: int = 0  # Sample from the k most likely tokens. 0 means all.
+    # Sample from the most likely tokens with a total probability of p. 1 means all.
     top_p: float = 1.0
-    seed: int = 0
+    seed: int = 0  # Seed of the random key
+    # Sample from the tokens with at least this part of the highest probability. 0 means all.
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
@@ -153,19 +148,12 @@ def _top_p_filter(scores: Array, top_p: float) -> Array:
 
 
 class DecodedTokens(NamedTuple):
-    """The tokens before the next one.
+    """The tokens before the next one."""
 
-    Attributes:
-        tokens: int32 [B, S], the prompts and the text so far.
-        start_slots: int32 [B], the slot of each row's first token.
-        length: int32 [], the slot of the new token.
-        step: int32 [], the number of the new token.
-    """
-
-    tokens: Array
-    start_slots: Array
-    length: Array
-    step: Array
+    tokens: Array  # int32 [B, S], the prompts and the text so far
+    start_slots: Array  # int32 [B], the slot of each row's first token
+    length: Array  # int32 [], the slot of the new token
+    step: Array  # int32 [], the number of the new token
 
 
 def apply_token_rules(

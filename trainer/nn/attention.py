@@ -132,10 +132,8 @@ def _name_kernel_inputs(q: Array, kv: KV) -> tuple[Array, KV]:
 
 
 def _repeat_kv(q: Array, kv: KV, sharding: ShardingContext) -> KV:
-    """Repeat keys and values [B, S, K, E] to [B, S, H, E] if the mesh splits H into more shards than K.
-
-    Each device then computes its own query heads without communication.
-    """
+    """Repeat keys and values [B, S, K, E] to [B, S, H, E] if the mesh splits H into more shards than K."""
+    # Each device then computes its own query heads without communication.
     num_heads = q.shape[2]
     num_kv_heads = kv.keys.shape[2]
     if sharding.num_shards("heads", num_heads) == sharding.num_shards("kv_heads", num_kv_heads):

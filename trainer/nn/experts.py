@@ -185,11 +185,9 @@ def expert_sharding(x: Array, experts: Experts, sharding: ShardingContext) -> Ex
 
 
 def _usable_axes(dim: str, axes: MeshAxes, token_axes: MeshAxes) -> MeshAxes:
-    """Return the axes of a dim of the experts that stay split in this layer.
-
-    A stack of experts split like the tokens is gathered as a whole, and so is an embedding width split
-    over devices with the same tokens.
-    """
+    """Return the axes of a dim of the experts that stay split in this layer."""
+    # A stack of experts split like the tokens is gathered as a whole, and so is an embedding width split over devices
+    # with the same tokens.
     if dim == "experts":
         if {*axes} & {*token_axes}:
             return ()
@@ -374,10 +372,9 @@ def _each_expert(
     experts: Experts,
     shards: ExpertSharding,
 ) -> Carry:
-    """Run a function of the carry, an expert and its index for the experts with tokens, in order.
-
-    If devices exchange the shards of experts, all experts run, because devices differ in the experts with tokens.
-    """
+    """Run a function of the carry, an expert and its index for the experts with tokens, in order."""
+    # If devices exchange the shards of experts, all experts run, because devices differ in the experts with tokens.
+    #
     # Experts with tokens first, e.g. is_active = 0 1 1 -> indices = 1 2 0, and two steps.
     is_active = (jnp.diff(rows.bounds) > 0) | shards.gathers_experts
     indices = jnp.argsort(~is_active, stable=True)
@@ -423,10 +420,8 @@ def _empty_rows(rows: _SortedRows, tokens: Array) -> Array:
 
 
 def _sum_by_token(values: Array, rows: _SortedRows) -> Array:
-    """Sum the rows [A + R, D] of each token in float32, [N, D].
-
-    One read per expert of a token, because a single one would copy all rows to [N, K, D] first.
-    """
+    """Sum the rows [A + R, D] of each token in float32, [N, D]."""
+    # One read per expert of a token, because a single one would copy all rows to [N, K, D] first.
     total = sum(_values_at(values, row_ids).astype(jnp.float32) for row_ids in rows.row_ids.T)
     return jnp.asarray(total, values.dtype)
 

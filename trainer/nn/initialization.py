@@ -98,11 +98,9 @@ def _init_leaf(leaf: ParamLeaf, key: Array, arch_config: ArchConfig) -> Array:
 
 
 def _mixer_sample(path: str, mixer: Mixer | None) -> Sample | None:
-    """Return the initial values of the decays and steps of a recurrent mixer. None for other leaves.
-
-    They are those of transformers. `Qwen3NextGatedDeltaNet` has random rates. `Mamba2Mixer`, `BambaMixer` and
-    `GraniteMoeHybridMambaLayer` number their heads. Only `Mamba2Mixer` has random steps.
-    """
+    """Return the initial values of the decays and steps of a recurrent mixer. None for other leaves."""
+    # They are those of transformers. `Qwen3NextGatedDeltaNet` has random rates. `Mamba2Mixer`, `BambaMixer` and
+    # `GraniteMoeHybridMambaLayer` number their heads. Only `Mamba2Mixer` has random steps.
     if mixer is None:
         return None
     if path.endswith(DECAY_RATES) and mixer.kind == "mamba":

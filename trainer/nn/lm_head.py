@@ -299,12 +299,10 @@ def _chunked_loss_fwd(
     targets: Array,
     token_weights: Array,
 ) -> tuple[_Sums, tuple[Array, _HeadGradients, _HeadGradients]]:
-    """Compute the sums, and with the same logits the gradients of hidden states, weight and bias.
+    """Compute the sums, and with the same logits the gradients of hidden states, weight and bias."""
 
-    The weight's gradient accumulates in float32: in bfloat16 it would lose 1 % or more. It accumulates as [D, V],
-    because XLA transposes the left operand of its product on CPUs, and `x` is smaller than `dlogits`.
-    """
-
+    # The weight's gradient accumulates in float32: in bfloat16 it would lose 1 % or more. It accumulates as [D, V],
+    # because XLA transposes the left operand of its product on CPUs, and `x` is smaller than `dlogits`.
     def add_chunk(
         carry: tuple[_Sums, _HeadGradients], chunk: _Chunk
     ) -> tuple[tuple[_Sums, _HeadGradients], Array]:
@@ -339,10 +337,8 @@ def _chunked_loss_fwd(
 def _chunked_loss_bwd(
     head: LMHead, residuals: tuple[Array, _HeadGradients, _HeadGradients], cotangents: _Sums
 ) -> tuple[Array, Array, Array | None, None, None]:
-    """Scale the gradients of the total, computed for a cotangent of 1, and round them to the inputs' dtypes.
-
-    The cotangents of loss and z-loss are equal, because only their sum is differentiated.
-    """
+    """Scale the gradients of the total, computed for a cotangent of 1, and round them to the inputs' dtypes."""
+    # The cotangents of loss and z-loss are equal, because only their sum is differentiated.
     dhidden, gradients, parameters = residuals
 
     def scale(gradient: Array, like: Array) -> Array:
@@ -431,10 +427,7 @@ def _token_loss_gradients(linear_logits: Array, chunk: _Chunk, head: LMHead) -> 
 
 
 def _argmax(logits: Array) -> Array:
-    """Return the first index of the largest logit, int32 [B, C].
-
-    XLA vectorizes this on CPUs, but not `jnp.argmax`.
-    """
+    """Return the first index of the largest logit, int32 [B, C]. XLA vectorizes this on CPUs, but not `jnp.argmax`."""
     vocab_rows = logits.shape[-1]
     is_largest = logits == logits.max(-1, keepdims=True)
     return jnp.where(is_largest, jnp.arange(vocab_rows), vocab_rows).min(-1)

@@ -172,10 +172,7 @@ def unscannable_error() -> PrepError:
 
 
 def model_from_manifest(manifest: Mapping[str, Any]) -> ModelSpec:
-    """Build the ModelSpec of a checkpoint's manifest.
-
-    Layers are stacked as in the checkpoint.
-    """
+    """Build the ModelSpec of a checkpoint's manifest. Layers are stacked as in the checkpoint."""
     config = manifest["config"]
     return build_model(
         family_of(config),

@@ -93,10 +93,8 @@ def _sparse_mixer(logits: Array, experts: Array, router: Router) -> Array:
 
 
 def _select_experts(choice: Array, *, router: Router, top_k: int) -> Array:
-    """Return the `top_k` experts with the largest scores `choice` for each token, int32 [B, T, K].
-
-    If the router has groups of experts, only experts of the token's best groups are selected.
-    """
+    """Return the `top_k` experts with the largest scores `choice` for each token, int32 [B, T, K]."""
+    # If the router has groups of experts, only experts of the token's best groups are selected.
     if router.num_groups > 1:
         choice = _hide_other_groups(choice, router)
     return lax.top_k(choice, top_k)[1]

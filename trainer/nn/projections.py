@@ -179,10 +179,8 @@ def plain_rms_norm(x: Array, eps: float, axes: tuple[int, ...] = LAST_AXIS) -> A
 def _layer_norm(
     x: Array, scale: Array | float, bias: Array | float, *, eps: float, axes: tuple[int, ...]
 ) -> Array:
-    """Compute (x - mean) / sqrt(var + eps) * scale + bias (arXiv:1607.06450), as torch's LayerNorm.
-
-    The variance is the biased one: the mean of the squared differences.
-    """
+    """Compute (x - mean) / sqrt(var + eps) * scale + bias (arXiv:1607.06450), as torch's LayerNorm."""
+    # The variance is the biased one: the mean of the squared differences.
     x_float32 = x.astype(jnp.float32)
     centered = x_float32 - x_float32.mean(axes, keepdims=True)
     normalized = centered * lax.rsqrt(jnp.square(centered).mean(axes, keepdims=True) + eps)

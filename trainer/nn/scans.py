@@ -113,10 +113,8 @@ def _delta_updates(v: Array, k: Array, beta: Array, decay: _ChunkDecay, state: A
 
 
 def _chunk_decay(chunk: Recurrence) -> _ChunkDecay:
-    """Compute the decays of a chunk from their logarithms.
-
-    With the number of document starts up to each token, two tokens are of one document if their numbers are equal.
-    """
+    """Compute the decays of a chunk from their logarithms."""
+    # With the number of document starts up to each token, two tokens are of one document if their numbers are equal.
     document = jnp.cumsum(chunk.is_start, axis=1)[:, None, None]
     log_decay = jnp.where(chunk.is_start[..., None, None], 0.0, chunk.log_decay)
     # [B, G, R, C], the logarithm of d_i.

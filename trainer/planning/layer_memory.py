@@ -180,10 +180,8 @@ class LayerStack:
         )
 
     def _activation_nbytes(self, name: str) -> int:
-        """Return the bytes that saving a named activation takes in all attentions of a layer.
-
-        A block's output is saved only if a norm follows it. Only this norm's backward pass reads it.
-        """
+        """Return the bytes that saving a named activation takes in all attentions of a layer."""
+        # A block's output is saved only if a norm follows it. Only this norm's backward pass reads it.
         itemsize = self.inputs.itemsize
         num_attentions = len(self.kv_lengths)
         block_type = self.arch_config.block_type
@@ -279,10 +277,8 @@ class LayerStack:
         return self.backward_inputs_nbytes() - self._recomputed_nbytes() + scores_nbytes
 
     def _recomputed_nbytes(self) -> int:
-        """Return the bytes of the activations that every policy may compute again.
-
-        With chunks of tokens, only those of a mixer are among the inputs of the backward pass.
-        """
+        """Return the bytes of the activations that every policy may compute again."""
+        # With chunks of tokens, only those of a mixer are among the inputs of the backward pass.
         mixer_nbytes = 0
         if self._mixer is not None:
             mixer_nbytes = self._mixer.recomputed_nbytes
@@ -322,11 +318,9 @@ class LayerStack:
         )
 
     def _residual_gradient_nbytes(self) -> int:
-        """Return the bytes of gradients of the residual stream.
-
-        If the MLP is not computed in chunks, they reuse the memory of norms. Accelerators hold them for all tokens of
-        the rows, also if the mesh splits the residual stream.
-        """
+        """Return the bytes of gradients of the residual stream."""
+        # If the MLP is not computed in chunks, they reuse the memory of norms. Accelerators hold them for all tokens
+        # of the rows, also if the mesh splits the residual stream.
         is_chunked = self._chunk_length() != self.seq_length
         if self.inputs.plans_for_cpu and not is_chunked:
             return 0
@@ -374,10 +368,7 @@ class LayerStack:
         return copies_nbytes + FLOAT32 * self._query_size()
 
     def _expert_nbytes(self) -> int:
-        """Return the working set of an MoE layer's experts, or 0 without experts.
-
-        One expert is computed at a time.
-        """
+        """Return the working set of an MoE layer's experts, or 0 without experts. One expert is computed at a time."""
         inputs = self.inputs
         top_k = self.arch_config.experts_per_token
         if not top_k:
@@ -399,10 +390,8 @@ class LayerStack:
         return num_arrays * self.inputs.itemsize * hidden_size
 
     def _gathered_nbytes(self) -> int:
-        """Return the bytes of a layer's weights after the all-gather over fsdp, and of their unreduced gradients.
-
-        Accelerators gather the weights of the next layer meanwhile.
-        """
+        """Return the bytes of a layer's weights after the all-gather over fsdp, and of their unreduced gradients."""
+        # Accelerators gather the weights of the next layer meanwhile.
         if self.inputs.axis_size("fsdp") == 1:
             return 0
         num_copies = 1 if self.inputs.plans_for_cpu else 2
@@ -467,17 +456,13 @@ class LayerStack:
         head_size = inputs.local_extent(self.head_dim) + self.local_value_dim
         return inputs.local_batch_size * self.seq_length * num_heads * head_size
 
-    def _mlp_hidden_size(self) -> int:
-        """Return the elements of an MLP's hidden units [B, T, F], or of a chunk's."""
-        num_tokens = self.inputs.local_batch_size * self._chunk_length()
-        return num_tokens * self.inputs.local_extent(self.mlp_dim)
-
     def _saved_hidden_size(self) -> int:
         """Return the elements of hidden units for all tokens: of a dense MLP or of shared experts."""
-        if not self.arch_config.experts_per_token or self.inputs.extent("expert_mlp"):
-            return self._mlp_hidden_size()
+        dim = self.mlp_dim
+        if self.arch_config.experts_per_token and not self.inputs.extent("expert_mlp"):
+            dim = "shared_mlp"
         num_tokens = self.inputs.local_batch_size * self._chunk_length()
-        return num_tokens * self.inputs.local_extent("shared_mlp")
+        return num_tokens * self.inputs.local_extent(dim)
 
     def _chunk_length(self) -> int:
         """Return the tokens per row of a chunk."""

@@ -157,10 +157,7 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
 
 
 def _first_layers_nbytes(inputs: MemoryInputs) -> int:
-    """Return the working set of the dense layers before the scan.
-
-    XLA for CPUs computes them again during the scan.
-    """
+    """Return the working set of the dense layers before the scan. XLA for CPUs computes them again during the scan."""
     if not inputs.arch_config.dense_layers or not inputs.plans_for_cpu:
         return 0
     # `_other_layers_nbytes` counts them.

@@ -123,9 +123,15 @@ class MemoryInputs:
         """Return the extent of a logical dim of parameters on one device, or 0 if no parameter has it."""
         return self.extent(dim) // self.num_shards(dim)
 
-    def num_shards(self, dim: str) -> int:
-        """Return the number of shards along a logical dim of activations."""
-        return self._num_shards(dim, self.extent(dim))
+    def num_shards(self, dim: str, extent: int | None = None) -> int:
+        """Return the number of shards along a dim of activations, by default with the extent of the parameters."""
+        if extent is None:
+            extent = self.extent(dim)
+        if not self.mesh or not extent:
+            return 1
+        # The batch is split first.
+        shape = (num_batch_shards(self.mesh, self.rules), extent)
+        return activation_spec(shape, ("batch", dim), self.mesh, self.rules).shards_per_dim[1]
 
     @property
     def local_batch_size(self) -> int:
@@ -155,7 +161,7 @@ class MemoryInputs:
         # The rule of the residual stream counts all shards of a row. Those of sp are in `local_length`
         # already: with sp 2 and mp 4 a device's tokens have 8 / 2 = 4 shards.
         num_shards = self.num_sequence_shards
-        return self._num_shards("residual_seq", local_length * num_shards) // num_shards
+        return self.num_shards("residual_seq", local_length * num_shards) // num_shards
 
     def axis_size(self, axis: str) -> int:
         """Return the number of devices along a mesh axis."""
@@ -187,10 +193,3 @@ class MemoryInputs:
     def extent(self, dim: str) -> int:
         """Return the extent of a logical dim of the parameters, or 0 if no parameter has it."""
         return dim_extent(self.leaves, dim)
-
-    def _num_shards(self, dim: str, extent: int) -> int:
-        """Return the number of shards along a dim of activations, whose batch is split first."""
-        if not self.mesh or not extent:
-            return 1
-        shape = (num_batch_shards(self.mesh, self.rules), extent)
-        return activation_spec(shape, ("batch", dim), self.mesh, self.rules).shards_per_dim[1]

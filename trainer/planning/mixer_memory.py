@@ -158,10 +158,8 @@ class MixerMemory:
         return FLOAT32 * self._num_tokens() * width + self._states_nbytes()
 
     def _selective_scan_nbytes(self) -> int:
-        """Return the bytes that the backward pass of Mamba reads.
-
-        They are arrays of all tokens, the states between chunks, and the states of the tokens of one chunk.
-        """
+        """Return the bytes that the backward pass of Mamba reads."""
+        # They are arrays of all tokens, the states between chunks, and the states of the tokens of one chunk.
         inputs = self.inputs
         channels = inputs.local_batch_size * inputs.local_extent("mixer_channels")
         state_size = channels * inputs.extent("mixer_state")

@@ -16,10 +16,12 @@ from prepcli.models.param_tree import ParamLeaf, param_leaves
 from prepcli.models.parameters import Family, true_vocab_size
 from prepcli.models.partition import vocab_multiple
 from prepcli.models.registry import family_of, fields_read
+from prepcli.models.rope_config import Rope
 from prepcli.models.rules import Rules
 from trainer.planning.step_inputs import ModelShapes
+from trainer.recipe import Recipe
 from trainer.recipe.model_table import Model
-from trainer.recipe.rope_overrides import override_rope
+from trainer.recipe.rope_overrides import SCALING_KEY, THETA_KEY, override_rope
 
 OVERRIDES_KEY = "model.overrides"
 # Fields with a token id, or a list of them.
@@ -58,10 +60,8 @@ def override_fields(config: HFConfig, overrides: HFConfig | None) -> JsonObject:
 
 
 def _check_values(config: HFConfig, overrides: HFConfig) -> None:
-    """Raise UsageError if a config is invalid because of its overrides.
-
-    Raise PrepError if it is invalid without them as well.
-    """
+    """Raise UsageError if a config is invalid because of its overrides."""
+    # Raise PrepError if it is invalid without them as well.
     read_architecture = family_of(config).arch_config
     try:
         read_architecture({**config, **overrides})
@@ -238,3 +238,46 @@ def model_of_manifest(manifest: Mapping[str, Any]) -> PlannedModel:
         manifest["scan_axis"],
         is_converted=True,
     )
+
+
+def override_config(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Return the manifest of a start checkpoint, with the recipe's changes of its config.
+
+    The manifest of a step to resume from has them already.
+
+    Raises:
+        PrepError: The model does not support the recipe's rotary embedding, or a field or its value is invalid.
+    """
+    table = recipe.model
+    if table.is_random:
+        # The config has the recipe's other overrides already, and its vocabulary may have been padded since.
+        config = override_rope(manifest["config"], table.rope_overrides)
+    else:
+        config = recipe_config(manifest["config"], table)
+    _check_mrope(manifest, config, table)
+    return {**manifest, "config": config}
+
+
+def _check_mrope(manifest: Mapping[str, Any], config: HFConfig, table: Model) -> None:
+    """Raise UsageError for another rope type of a multimodal model with M-RoPE."""
+    # M-RoPE has positions for time, height and width. Text has three equal positions per token, so training does not
+    # test the other cases.
+    towers = manifest.get("towers") or {}
+    if not towers.get("mrope"):
+        return
+    before = _read_rope(manifest["config"])
+    rope = _read_rope(config)
+    if before is None or rope is None or rope.rope_type == "default":
+        return
+    # A checkpoint may have another type itself, and keeps it with a new theta.
+    if table.rope_overrides.scaling is None and replace(rope, theta=before.theta) == before:
+        return
+    key = "model.overrides" if table.rope_overrides.scaling is None else SCALING_KEY
+    what = f"`{key}` of type {rope.rope_type} is not supported for {towers.get('model_type')}"
+    why = "its rotary embedding has three positions per token (M-RoPE)"
+    raise usage_error(what, why, f"set `{THETA_KEY}`, or remove `{key}`")
+
+
+def _read_rope(config: HFConfig) -> Rope | None:
+    """Return the rotary embedding of a config.json."""
+    return family_of(config).arch_config(config).rope

@@ -229,12 +229,10 @@ def _computed_pairs(
 
 
 def _recomputed_flops(inputs: MemoryInputs, stack: _ForwardFlops) -> int:
-    """Return the operations of a stack that the backward pass repeats.
-
-    The rematerialization policy repeats layers or only attention, chunks of tokens repeat their
-    products, and tiled attention repeats its scores. If the policy and the chunks both repeat a
-    layer, it is counted once: XLA removes most of one repetition as dead code.
-    """
+    """Return the operations of a stack that the backward pass repeats."""
+    # The rematerialization policy repeats layers or only attention, chunks of tokens repeat their products, and tiled
+    # attention repeats its scores. If the policy and the chunks both repeat a layer, it is counted once: XLA removes
+    # most of one repetition as dead code.
     attention = stack.attention_computed
     saves_projections = inputs.remat_policy in SAVES_ALL + SAVES_DOTS + SAVES_WEIGHT_DOTS
     is_chunked = chunk_length(inputs.ffn_chunk_size, inputs.seq_length) < inputs.seq_length

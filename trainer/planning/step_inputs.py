@@ -31,7 +31,6 @@ from prepcli.models.param_tree import (
     PATTERN_KEYS,
     ParamLeaf,
     check_used,
-    matches_any,
     widest_head,
 )
 from prepcli.models.parameters import HFConfig
@@ -274,7 +273,7 @@ def step_inputs(
         is_exact=batch.num_shards > 0,
         optimizer_state=state_leaves(recipe.optimizer, model.leaves),
         frozen=frozenset(
-            model.leaves.keys() - trained_leaves(recipe.optimizer, model.leaves).keys()
+            model.leaves.keys() - recipe.optimizer.trained_leaves(model.leaves).keys()
         ),
         plans_for_cpu=widens_bfloat16,
         stored_itemsize=ITEMSIZES[recipe.model.param_dtype],
@@ -302,7 +301,7 @@ def with_adapters(
         adapter_itemsize=ITEMSIZES[recipe.model.param_dtype],
         stored_itemsize=stored_itemsize,
         optimizer_state=state_leaves(recipe.optimizer, adapters),
-        frozen=frozenset(adapters.keys() - trained_leaves(recipe.optimizer, adapters).keys()),
+        frozen=frozenset(adapters.keys() - recipe.optimizer.trained_leaves(adapters).keys()),
     )
 
 
@@ -465,7 +464,7 @@ def check_patterns(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> No
     """
     for name in PATTERN_KEYS:
         check_used(getattr(table, name), leaves, f"optimizer.{name}")
-    if not trained_leaves(table, leaves):
+    if not table.trained_leaves(leaves):
         raise usage_error(
             f"`{FREEZE_KEY}` matches all parameters",
             "the run would train nothing",
@@ -473,15 +472,10 @@ def check_patterns(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> No
         )
 
 
-def trained_leaves(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> dict[str, ParamLeaf]:
-    """Return the parameters trained by a recipe."""
-    return {path: leaf for path, leaf in leaves.items() if not matches_any(table.freeze, path)}
-
-
 def state_leaves(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> tuple[StateLeaf, ...]:
     """Return the leaves of the optimizer state that belong to parameters."""
     itemsize = ITEMSIZES[table.moment_dtype]
-    trained = trained_leaves(table, leaves).values()
+    trained = table.trained_leaves(leaves).values()
     moments: list[StateLeaf] = []
     for leaf in trained:
         moments += [StateLeaf(leaf, axes, itemsize) for axes in table.moments(leaf)]

@@ -216,11 +216,9 @@ def _gradient_nbytes(inputs: MemoryInputs) -> int:
 
 
 def _fsdp_nbytes(inputs: MemoryInputs) -> int:
-    """Return the bytes of all collectives over fsdp.
-
-    A split leaf is all-gathered and its gradient reduce-scattered. The gradient of an unsplit leaf is
-    all-reduced. Frozen leaves have no gradient.
-    """
+    """Return the bytes of all collectives over fsdp."""
+    # A split leaf is all-gathered and its gradient reduce-scattered. The gradient of an unsplit leaf is all-reduced.
+    # Frozen leaves have no gradient.
     trained = inputs.trained_leaves
     num_bytes = 0
     for path, leaf in inputs.all_leaves.items():

@@ -70,11 +70,19 @@ class TrainingPlan:
     mesh: Mesh  # The mesh without axes of size -1
     inputs: MemoryInputs  # Inputs of the estimates
     memory: MemoryEstimate  # Memory of one device
-    flops: StepFlops  # Operations of all devices
-    traffic: tuple[AxisTraffic, ...]  # Communication of one device, by mesh axis
     device: DeviceKind = ANY_ACCELERATOR  # Kind of the devices
     # Number of slices along each axis of the mesh
     slices: SliceCounts = field(default_factory=dict)
+
+    @property
+    def flops(self) -> StepFlops:
+        """Operations of all devices."""
+        return count_step_flops(self.inputs)
+
+    @property
+    def traffic(self) -> tuple[AxisTraffic, ...]:
+        """Communication of one device, by mesh axis."""
+        return tuple(axis_traffic(self.inputs, self.slices))
 
     @property
     def tokens(self) -> int:
@@ -83,8 +91,9 @@ class TrainingPlan:
 
     def estimate_on(self, kind: Accelerator) -> KindEstimate:
         """Return the estimate of the step on a kind of accelerator."""
+        flops = self.flops
         time = estimate_step_time(
-            self.inputs, kind, memory=self.memory, flops=self.flops, traffic=self.traffic
+            self.inputs, kind, memory=self.memory, flops=flops, traffic=self.traffic
         )
         peak_step_flops = time.step_s * self.mesh.n_devices * kind.peak_flops
         return KindEstimate(
@@ -92,8 +101,8 @@ class TrainingPlan:
             fits=self.memory.peak <= kind.memory_nbytes,
             time=time,
             tokens_per_s=self.tokens / time.step_s,
-            mfu_full=self.flops.model_flops_of_all_pairs / peak_step_flops,
-            mfu_causal=self.flops.model_flops_of_visible_pairs / peak_step_flops,
+            mfu_full=flops.model_flops_of_all_pairs / peak_step_flops,
+            mfu_causal=flops.model_flops_of_visible_pairs / peak_step_flops,
         )
 
 
@@ -144,8 +153,6 @@ def plan_training(
         mesh=mesh,
         inputs=inputs,
         memory=estimate_memory(inputs),
-        flops=count_step_flops(inputs),
-        traffic=tuple(axis_traffic(inputs, slices)),
         device=device,
         slices=slices,
     )

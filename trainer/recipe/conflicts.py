@@ -87,22 +87,15 @@ class Problem(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """Keys that have no meaning together with the rest of a recipe, as a row of a table.
+    """Keys that have no meaning together with the rest of a recipe, as a row of a table."""
 
-    Attributes:
-        keys: Keys with blanks between them. Each is a problem of its own if it differs from its default. Keys with
-            `&` between them are one problem, if all differ. The name of a table counts as set.
-        when: Whether the rest of the recipe is in conflict with the keys.
-        why: The values that cause it.
-        fix: How to fix it.
-        what: What is wrong. By default the keys with their values.
-    """
-
+    # Keys with blanks between them. Each is a problem of its own if it differs from its default. Keys with `&`
+    # between them are one problem, if all differ. The name of a table counts as set.
     keys: str
-    when: object
-    why: str
-    fix: str
-    what: str = ""
+    when: object  # Whether the rest of the recipe is in conflict with the keys
+    why: str  # The values that cause it
+    fix: str  # How to fix it
+    what: str = ""  # What is wrong. By default the keys with their values.
 
 
 class ValueCheck(NamedTuple):

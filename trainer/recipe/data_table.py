@@ -441,17 +441,11 @@ def _key_error(number: int, key: str, error_type: str, table: Mapping[str, objec
 
 @dataclass(frozen=True, slots=True)
 class SpanSizes:
-    """The numbers of tokens of each block of text, equal for all blocks.
+    """The numbers of tokens of each block of text, equal for all blocks."""
 
-    Attributes:
-        block_length: Tokens of a block of text.
-        n_noise: Tokens that move to the target.
-        n_spans: Spans that these tokens form. In the source a sentinel takes the place of each
-            span.
-    """
-
-    block_length: int
-    n_noise: int
+    block_length: int  # Tokens of a block of text
+    n_noise: int  # Tokens that move to the target
+    # Spans that these tokens form. In the source a sentinel takes the place of each span.
     n_spans: int
 
     @property

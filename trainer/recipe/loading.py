@@ -57,21 +57,14 @@ ALL_KEYS_HINT = text("{} lists all keys", Command("docs", "recipes"))
 
 @dataclass(frozen=True, slots=True)
 class RawRecipe:
-    """Values of a recipe file, overridden by `--set`, before validation.
+    """Values of a recipe file, overridden by `--set`, before validation."""
 
-    Attributes:
-        path: The file.
-        tables: Parsed values, with overrides applied.
-        overridden_keys: Dotted keys that `--set` gave.
-        line_numbers: Line of each dotted key and table of the file.
-        is_of_options: The values come from options of a command without a recipe file.
-    """
-
-    path: Path
-    tables: Mapping[str, TomlValue]
-    overridden_keys: frozenset[str] = frozenset()
+    path: Path  # The file
+    tables: Mapping[str, TomlValue]  # Parsed values, with overrides applied
+    overridden_keys: frozenset[str] = frozenset()  # Dotted keys that `--set` gave
+    # Line of each dotted key and table of the file
     line_numbers: Mapping[str, int] = field(default_factory=dict)
-    is_of_options: bool = False
+    is_of_options: bool = False  # The values come from options of a command without a recipe file
 
     def has(self, key: str) -> bool:
         """Return whether the file or `--set` gives a key or a table."""
@@ -109,23 +102,14 @@ class RawRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """One error of a recipe, with its place.
+    """One error of a recipe, with its place."""
 
-    Attributes:
-        place: `FILE:LINE`, the option for overrides, or the file for a missing key.
-        what: What is wrong, as in `PrepError`.
-        why: The value that causes it.
-        hint: How to fix it.
-        line: The line in the file, or 0 for overrides and missing keys.
-        is_override: Whether the place is an override.
-    """
-
-    place: str
-    what: str
-    why: str = ""
-    hint: str = ""
-    line: int = 0
-    is_override: bool = False
+    place: str  # `FILE:LINE`, the option for overrides, or the file for a missing key
+    what: str  # What is wrong, as in `PrepError`
+    why: str = ""  # The value that causes it
+    hint: str = ""  # How to fix it
+    line: int = 0  # The line in the file, or 0 for overrides and missing keys
+    is_override: bool = False  # Whether the place is an override
 
     @property
     def text(self) -> Text:
@@ -151,14 +135,10 @@ def _diagnostics_error(path: Path, diagnostics: Sequence[Diagnostic]) -> PrepErr
 
 @dataclass(frozen=True, slots=True)
 class LoadedRecipe:
-    """A complete recipe and the origins of its values.
+    """A complete recipe and the origins of its values."""
 
-    Attributes:
-        recipe: The recipe.
-        origins: `default` or `override` by dotted key. Keys of the file are absent.
-    """
-
-    recipe: Recipe
+    recipe: Recipe  # The recipe
+    # `default` or `override` by dotted key. Keys of the file are absent.
     origins: Mapping[str, str]
 
 

@@ -36,33 +36,19 @@ HALF_WAVE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LRSchedule:
-    """A learning rate schedule: warm-up from `initial` to `peak`, then decay to `end`.
+    """A learning rate schedule: warm-up from `initial` to `peak`, then decay to `end`."""
 
-    Attributes:
-        peak: Learning rate after warm-up.
-        end: Learning rate from step `decay` on. Not used by `constant` and `rsqrt`.
-        kind: Shape of the decay, a name of DECAYS.
-        warmup: Steps of warm-up.
-        decay: Step at which the decay ends, counted from 0 with warm-up included.
-        initial: Learning rate of step 0, if there is warm-up.
-        cooldown: Steps of the decay of `wsd`.
-        warmup_shape: Shape of the rise.
-        cooldown_shape: Shape of the decay of `wsd`.
-        cooldown_waves: Waves of the decay of `wsd` with the shape `cosine`.
-        cycles: Falls of `cosine_restarts`.
-    """
-
-    peak: float
-    end: float
-    kind: ScheduleKind
-    warmup: int
-    decay: int
-    initial: float = 0.0
-    cooldown: int = 0
-    warmup_shape: RampShape = "linear"
-    cooldown_shape: RampShape = "linear"
-    cooldown_waves: float = HALF_WAVE
-    cycles: int = 1
+    peak: float  # Learning rate after warm-up
+    end: float  # Learning rate from step `decay` on. Not used by `constant` and `rsqrt`.
+    kind: ScheduleKind  # Shape of the decay, a name of DECAYS
+    warmup: int  # Steps of warm-up
+    decay: int  # Step at which the decay ends, counted from 0 with warm-up included
+    initial: float = 0.0  # Learning rate of step 0, if there is warm-up
+    cooldown: int = 0  # Steps of the decay of `wsd`
+    warmup_shape: RampShape = "linear"  # Shape of the rise
+    cooldown_shape: RampShape = "linear"  # Shape of the decay of `wsd`
+    cooldown_waves: float = HALF_WAVE  # Waves of the decay of `wsd` with the shape `cosine`
+    cycles: int = 1  # Falls of `cosine_restarts`
 
     def learning_rate(self, step: Any) -> Any:
         """Compute the learning rate [] of the update with index `step` (the first is 0).
@@ -96,19 +82,13 @@ class LRSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Decay:
-    """The learning rate after warm-up with one value of `optimizer.schedule`.
+    """The learning rate after warm-up with one value of `optimizer.schedule`."""
 
-    Attributes:
-        rate: Function of the schedule, the step [] and the array namespace that returns the learning rate [].
-        text: Description, a format of the schedule's fields.
-        is_open: Whether it never ends: `end` and `decay` have no effect.
-        keys: Keys of `[optimizer]` that only this schedule has.
-    """
-
+    # Function of the schedule, the step [] and the array namespace that returns the learning rate []
     rate: Callable[[LRSchedule, Any, Any], Any]
-    text: str
-    is_open: bool = False
-    keys: tuple[str, ...] = ()
+    text: str  # Description, a format of the schedule's fields
+    is_open: bool = False  # Whether it never ends: `end` and `decay` have no effect
+    keys: tuple[str, ...] = ()  # Keys of `[optimizer]` that only this schedule has
 
 
 def _fall(progress: Any, shape: RampShape, waves: float, xp: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from prepcli.models.param_tree import ParamLeaf, factored_axes, is_layer_matrix
+from prepcli.models.param_tree import ParamLeaf, factored_axes, is_layer_matrix, matches_any
 from trainer.recipe.key_types import (
     STRICT,
     NonNegativeFloat,
@@ -192,6 +192,10 @@ class OptimizerTable(BaseModel):
         examples=[1024.0],
         json_schema_extra=if_absent("dynamic for float16, else none"),
     )
+
+    def trained_leaves(self, leaves: Mapping[str, ParamLeaf]) -> dict[str, ParamLeaf]:
+        """Return the parameters without a match in `freeze`, by path."""
+        return {path: leaf for path, leaf in leaves.items() if not matches_any(self.freeze, path)}
 
     @abstractmethod
     def moments(self, leaf: ParamLeaf) -> Iterator[MomentAxes]:

@@ -58,17 +58,12 @@ ReadArch = Callable[[HFConfig], ArchConfig]
 
 @dataclass(frozen=True, slots=True)
 class RopeOverrides:
-    """Values of a recipe that replace those of a config.json. None keeps the value of the config.
+    """Values of a recipe that replace those of a config.json. None keeps the value of the config."""
 
-    Attributes:
-        scaling: `model.rope_scaling`, as in `rope_scaling` or `rope_parameters` of a config.json.
-        theta: `model.rope_theta`.
-        max_positions: `model.max_position_embeddings`.
-    """
-
+    # `model.rope_scaling`, as in `rope_scaling` or `rope_parameters` of a config.json
     scaling: HFConfig | None = None
-    theta: float | None = None
-    max_positions: int | None = None
+    theta: float | None = None  # `model.rope_theta`
+    max_positions: int | None = None  # `model.max_position_embeddings`
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -241,10 +236,8 @@ def _write_rope(config: HFConfig, overrides: RopeOverrides) -> JsonObject:
 
 
 def _rope_field(config: HFConfig) -> str:
-    """Return the name of the field with the rope scaling.
-
-    transformers 4 writes `rope_scaling`, version 5 `rope_parameters`. It reads the first if a config has both.
-    """
+    """Return the name of the field with the rope scaling."""
+    # transformers 4 writes `rope_scaling`, version 5 `rope_parameters`. It reads the first if a config has both.
     if config.get("rope_scaling") or not config.get("rope_parameters"):
         return "rope_scaling"
     return "rope_parameters"

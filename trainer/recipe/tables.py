@@ -508,15 +508,10 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """Size of a training batch.
+    """Size of a training batch."""
 
-    Attributes:
-        size: Sequences per step.
-        accumulate: Micro-batches per step.
-    """
-
-    size: int
-    accumulate: int
+    size: int  # Sequences per step
+    accumulate: int  # Micro-batches per step
 
     @property
     def micro_batch_size(self) -> int:

@@ -1,6 +1,6 @@
 """Training runs. `train.train` makes the calls, in the order of a run's life.
 
-1. `run` and `processes`: what the user asked for, the processes of a run and their common end.
+1. `run`: what the user asked for, the processes of a run and their common end.
 2. `storage`: the folder or bucket of the run, its lock, its files and its exports.
 3. `start`: open the checkpoint to start or resume from, with the adapters of LoRA.
 4. `checks` and `resume`: all checks, and what an earlier start has left.

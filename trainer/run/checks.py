@@ -28,10 +28,10 @@ from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU
 from prepcli.models.lora import Adapters, num_features, rank_axis
 from prepcli.models.param_tree import ParamLeaf
 from prepcli.planning.tensors import itemsize
-from trainer.data.files import DataFile, EmptyFileError, check_not_empty, check_readable
+from trainer.data.dataset_layout import eval_selection, train_selection
+from trainer.data.files import EmptyFileError, check_not_empty, check_readable
 from trainer.data.find_files import (
-    NO_REMOTE_FILES,
-    RemoteFiles,
+    DataFinder,
     find_data_files,
     has_local_files,
     resolve_type,
@@ -57,19 +57,17 @@ from trainer.run.resume import (
     unread_warning,
 )
 from trainer.run.run import Run
-from trainer.training.source_datasets import eval_selection, train_selection
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import ModelSpec
     from trainer.run.start import StartCheckpoint
     from trainer.training.datasets import DataModel
-    from trainer.training.events import Interval
-    from trainer.training.setup import LoopConfig
+    from trainer.training.events import Interval, LoopConfig
 
 
 def check_inputs(
-    recipe: Recipe, remote: RemoteFiles = NO_REMOTE_FILES, *, may_be_absent: bool = False
+    recipe: Recipe, remote: DataFinder | None = None, *, may_be_absent: bool = False
 ) -> None:
     """Check the inputs of a recipe that need neither the model nor the content of the data.
 
@@ -95,7 +93,10 @@ def check_inputs(
                 empty: list[EmptyFileError] = []
                 for file in files:
                     try:
-                        _check_file(file)
+                        if isinstance(file, Path):
+                            check_readable(file)
+                        else:
+                            check_not_empty(file)
                     except EmptyFileError as error:
                         empty.append(error)
                 if empty and len(empty) == len(files):
@@ -103,13 +104,6 @@ def check_inputs(
     tokenizer = recipe.data.tokenizer
     if tokenizer and not (may_be_absent and not os.path.exists(tokenizer)):
         check_tokenizer_exists(Path(tokenizer))
-
-
-def _check_file(file: Path | DataFile) -> None:
-    if isinstance(file, Path):
-        check_readable(file)
-    else:
-        check_not_empty(file)
 
 
 def check_model(recipe: Recipe, model: DataModel) -> None:
@@ -189,9 +183,9 @@ def check_before_steps(
     Raises:
         PrepError: The data, the batch size, the schedule or the training state do not fit the earlier steps.
     """
-    if not run.is_first:
+    if not run.is_process_0:
         return
-    step = start.resume_step
+    step = start.steps_taken
     manifest = start.step_reader.manifest
     warnings: list[str] = []
     if step:
@@ -302,11 +296,11 @@ def check_machine(
         if available:
             available_text = format_bytes(available)
         observer.note(memory_table(plan.inputs, plan.memory, available_text))
-    if run.is_first:
+    if run.is_process_0:
         for warning in context_warnings(recipe, plan.inputs):
             observer.warn(warning)
     check_memory(plan, available_nbytes=available, observer=observer, force=run.options.force)
-    if run.is_first and run.storage.is_on_disk and not run.storage.steps():
+    if run.is_process_0 and run.storage.is_on_disk and not run.storage.steps():
         check_disk(run.folder, checkpoint_nbytes(recipe, plan.inputs.saved_leaves))
     return memory_fields(plan.memory, available)
 

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from prepcli.core.formatting import (
     format_bytes,
@@ -32,12 +31,7 @@ from prepcli.core.observer import (
     ticking,
 )
 from trainer.run.run import Run
-from trainer.training.logs import RunLog
-
-if TYPE_CHECKING:
-    from trainer.training.evaluation import EvaluationResult
-    from trainer.training.logs import StepLine
-    from trainer.training.samples import Sample
+from trainer.training.metrics import EvaluationResult, RunLog, Sample, StepLine
 
 SPARK_LEVELS = "▁▂▃▄▅▆▇█"
 SPARK_CELLS = 24
@@ -103,10 +97,7 @@ def status_lines(status: RunStatus, width: int) -> list[Line]:
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """Return values as bars of eight heights between the minimum and the maximum.
-
-    None is a space.
-    """
+    """Return values as bars of eight heights between the minimum and the maximum. None is a space."""
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return ""

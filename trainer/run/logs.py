@@ -15,11 +15,14 @@ from prepcli.stores.files import ACCESS_HINT, io_error, read_regular_file
 from trainer.run.run import Run
 from trainer.run.run_record import SAMPLES_FILE
 from trainer.run.storage import store_at_end, write_run_file
-from trainer.training.logs import MetricsFileLog, MetricsLog, RunLog, SamplesFileLog
 from trainer.training.metrics import (
     METRICS_FILE,
     LogKey,
+    MetricsFileLog,
     MetricsLine,
+    MetricsLog,
+    RunLog,
+    SamplesFileLog,
     line_step,
     log_key,
     metric_values,
@@ -90,10 +93,7 @@ class TensorBoardLog(MetricsLog):
         )
 
     def write(self, line: MetricsLine) -> None:
-        """Append the numbers of a line, visible to readers at once.
-
-        Raise PrepError if the disk refuses them.
-        """
+        """Append the numbers of a line, visible to readers at once. Raise PrepError if the disk refuses them."""
         values = [
             self._summary.Value(tag=tag, simple_value=value)
             for tag, value in metric_values(line).items()
@@ -120,10 +120,7 @@ class TensorBoardLog(MetricsLog):
 
 
 def import_tensorboard() -> list[Any]:
-    """Return TensorBoard's modules of events, summaries and event files.
-
-    Raise PrepError if it is not installed.
-    """
+    """Return TensorBoard's modules of events, summaries and event files. Raise PrepError if it is not installed."""
     names = (
         "compat.proto.event_pb2",
         "compat.proto.summary_pb2",
@@ -253,10 +250,7 @@ class WandbLog(MetricsLog):
 
 
 def import_wandb() -> Any:
-    """Return the module `wandb`.
-
-    Raise PrepError if it is not installed.
-    """
+    """Return the module `wandb`. Raise PrepError if it is not installed."""
     try:
         import wandb
     except ImportError:
@@ -332,7 +326,8 @@ def open_logs(run: Run, step: int, *, has_sampler: bool) -> Iterator[list[RunLog
         services: list[RunLog] = []
         if index == 0:
             # Before the file of metrics is opened, which removes the lines of repeated steps.
-            services = [_closing(log, stack) for log in _open_services(run, step)]
+            for service, setting in _enabled_services(run.recipe.log):
+                services.append(_closing(service.open(run, setting, step), stack))
         logs = [_open_file(run, name, MetricsFileLog(run.folder / name, step), stack), *services]
         if index == 0:
             run.storage.fetch_file(SAMPLES_FILE, run.folder)
@@ -341,12 +336,6 @@ def open_logs(run: Run, step: int, *, has_sampler: bool) -> Iterator[list[RunLog
             if has_sampler or path.exists():
                 logs.append(_open_file(run, SAMPLES_FILE, SamplesFileLog(path, step), stack))
         yield logs
-
-
-def _open_services(run: Run, step: int) -> Iterator[RunLog]:
-    """Open the services of the recipe, to continue after a step."""
-    for service, setting in _enabled_services(run.recipe.log):
-        yield service.open(run, setting, step)
 
 
 def _open_file(run: Run, name: str, log: RunLog, stack: ExitStack) -> RunLog:

@@ -164,7 +164,7 @@ def make_sharding(mesh: str | None, rules: Sequence[str]) -> ShardingContext:
     return make_sharding_context(parse_mesh(mesh), merge_rules(rules), origin=Option("mesh"))
 
 
-def model_of_config(config: HFConfig, mesh: str | None) -> tuple[ModelSpec, ShardingContext]:
+def build_model_on_mesh(config: HFConfig, mesh: str | None) -> tuple[ModelSpec, ShardingContext]:
     """Return the model of a config, with stacked layers and a vocabulary padded to the size that a mesh divides.
 
     Args:
@@ -237,6 +237,8 @@ def load_verbatim_params(
     Raises:
         PrepError: JAX has no devices, or the mesh is invalid or does not divide a leaf.
     """
+    import jax
+
     from trainer.distributed.devices import local_devices
     from trainer.distributed.sharding import local_device_sharding
     from trainer.training.checkpoint import make_loader
@@ -257,16 +259,9 @@ def load_verbatim_params(
                 arrays[name] = _read_array(reader, leaf, leaf_dtype)
                 continue
             placement = sharding.param_sharding(leaf) or local_device_sharding()
-            arrays[name] = loader.load(
-                f"params.{name}", _load_target(leaf, numpy_dtype(leaf_dtype), placement)
-            )
+            target = jax.ShapeDtypeStruct(leaf.shape, numpy_dtype(leaf_dtype), sharding=placement)
+            arrays[name] = loader.load(f"params.{name}", target)
     return arrays
-
-
-def _load_target(leaf: ParamLeaf, dtype: np.dtype, sharding: Any) -> jax.ShapeDtypeStruct:
-    import jax
-
-    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 
 
 def _read_array(reader: CheckpointReader, leaf: ParamLeaf, dtype: str) -> np.ndarray:

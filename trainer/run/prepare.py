@@ -13,11 +13,11 @@ from prepcli.core.errors import Key, text, usage_error
 from prepcli.formats.manifest import SAMPLE_DIGEST_KEY
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.restore.item_reader import ItemReader
-from trainer.planning.step_inputs import check_patterns
-from trainer.recipe import Recipe, batch_shape, recipe_to_toml
+from trainer.planning.step_inputs import check_patterns, split_batch
+from trainer.recipe import Recipe, recipe_to_toml
 from trainer.recipe.key_types import MAX_INT32
 from trainer.run.checks import check_before_steps, check_machine, check_model, check_overrides
-from trainer.run.recipe_data import open_run_datasets
+from trainer.run.recipe_data import run_datasets
 from trainer.run.resume import check_base, check_resumable_step, read_changed_keys
 from trainer.run.run import Run, compare_start
 from trainer.run.start import RandomReader, StartCheckpoint
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     from trainer.data.order import RowOrder
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import ModelSpec
-    from trainer.training.events import Interval
+    from trainer.training.datasets import Datasets
+    from trainer.training.events import Interval, LoopConfig
     from trainer.training.samples import Sampler
-    from trainer.training.setup import LoopConfig
-    from trainer.training.source_datasets import Datasets
     from trainer.training.step import TrainState
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
@@ -83,14 +82,15 @@ def configure(
     if run.options.dry_run:
         # A dry run must not write to the run's folder, so missing tokens go to a temporary one.
         scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-")))
-    datasets = open_run_datasets(
+    # This can take hours. The next start continues it after an interruption.
+    datasets = run_datasets(
         run,
         start,
         model,
         model_config=manifest["config"],
         changed=changed,
         scratch_dir=scratch_dir,
-    )
+    ).build()
     config = build_loop_config(
         run,
         start,
@@ -105,7 +105,7 @@ def configure(
     compare_start(
         run.group,
         start.manifest,
-        step=start.resume_step,
+        step=start.steps_taken,
         data_identity=datasets.identity,
         kernel=kernel.name,
     )
@@ -141,17 +141,16 @@ def build_loop_config(
         UsageError: Batch, learning rate schedule and mesh do not fit together, or the run has too
             many steps.
     """
-    from trainer.training.setup import LoopConfig, build_step_setup, peak_step_s
-    from trainer.training.source_datasets import make_order
+    from trainer.training.datasets import make_order
+    from trainer.training.events import LoopConfig
+    from trainer.training.setup import build_step_setup, peak_step_s
 
     recipe = run.recipe
     assert sharding.mesh is not None
     _check_stride(recipe, datasets)
     check_patterns(recipe.optimizer, model.saved_leaves)
-    shape = batch_shape(
-        recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size
-    )
-    order = make_order(datasets, shape.size, seed=recipe.seed, shuffle=recipe.data.shuffle)
+    batch_size = split_batch(recipe, sharding.mesh, sharding.rules).shape.size
+    order = make_order(datasets, batch_size, seed=recipe.seed, shuffle=recipe.data.shuffle)
     steps = _num_steps(recipe, datasets.train.n_rows, order)
     setup = build_step_setup(
         recipe,
@@ -179,7 +178,7 @@ def build_loop_config(
         | run.options.token_functions.manifest_fields
         | Manifest(
             data=datasets.identity,
-            batch_size=shape.size,
+            batch_size=batch_size,
             rate=setup.optimizer.lr_schedule.manifest_fields(),
         )
         | _evaluation_fields(recipe, datasets),
@@ -209,10 +208,8 @@ def _check_stride(recipe: Recipe, datasets: Datasets) -> None:
 
 
 def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> Manifest:
-    """Return the manifest entries that identify which evaluations of saved steps are comparable.
-
-    The data is fixed in a run.
-    """
+    """Return the manifest entries that identify which evaluations of saved steps are comparable."""
+    # The data is fixed in a run.
     is_recorded = recipe.checkpoint.best is not None or recipe.eval.patience
     if not is_recorded or datasets.evaluation is None:
         return Manifest()
@@ -257,14 +254,14 @@ def load_state(run: Run, start: StartCheckpoint, config: LoopConfig) -> TrainSta
     from trainer.training.checkpoint import init_state, random_state, restore_state
 
     setup = config.setup
-    with explain_removed_step(run.storage, start.resume_step):
+    with explain_removed_step(run.storage, start.steps_taken):
         if isinstance(start.model_reader, RandomReader):
             return random_state(setup, run.recipe.seed)
-        if not start.resume_step and run.recipe.model.training_state:
+        if not start.steps_taken and run.recipe.model.training_state:
             # The step of another run, with its moments. `check_continued_start` has checked it.
             assert isinstance(start.model_reader, ItemReader)
             return restore_state(start.model_reader, setup)
-        if not start.resume_step:
+        if not start.steps_taken:
             return init_state(
                 start.model_reader,
                 setup,
@@ -295,6 +292,6 @@ def with_base_facts(
     leaves = flatten_tree(state["params"])
     digest = digest_base_params({path: leaves[path] for path in config.setup.model.base_paths})
     base = {"name": name, "digest": digest, SAMPLE_DIGEST_KEY: start.sample_digest()}
-    if start.resume_step:
+    if start.steps_taken:
         check_base(start.step_reader.manifest, base)
     return replace(config, manifest_fields=config.manifest_fields | Manifest(base=base))

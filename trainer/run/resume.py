@@ -30,8 +30,7 @@ from trainer.run.start import StartCheckpoint
 if TYPE_CHECKING:
     from prepcli.execution.checkpoint_manager import CheckpointManager
     from trainer.training.eval_metrics import Patience
-    from trainer.training.events import MissingEvents
-    from trainer.training.setup import LoopConfig
+    from trainer.training.events import LoopConfig, MissingEvents
 
 # Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
 # The mesh, the rules and the model keys below change results only within rounding. Steps and schedule keys are checked
@@ -122,7 +121,7 @@ def read_changed_keys(run: Run, start: StartCheckpoint) -> dict[str, tuple[Any, 
 
     Empty for a new run, and on other processes, which may not see the run's folder.
     """
-    if not run.is_first or not start.resume_step:
+    if not run.is_process_0 or not start.steps_taken:
         return {}
     # A dry run must not write to the run's folder: a bucket's recipe is downloaded to a temporary folder.
     recipe_file = run.storage.fetch_file(RECIPE_FILE, create_temporary_folder())
@@ -142,9 +141,13 @@ def check_changed_keys(changed: Mapping[str, tuple[Any, Any]]) -> None:
     """
     changes: list[str] = []
     for key, values in sorted(changed.items()):
-        # The data is compared by content, so its files may move.
-        has_moved = key == SOURCES_KEY and _have_moved(*values)
-        if key not in CHANGEABLE_ON_RESUME and not has_moved:
+        if key == SOURCES_KEY:
+            # The data is compared by content, so its files may move.
+            before, after = (_without_paths(sources or ()) for sources in values)
+            may_change = before == after
+        else:
+            may_change = key in CHANGEABLE_ON_RESUME
+        if not may_change:
             changes.append(f"{key}: {change_text(values)}")
     if changes:
         raise PrepError("the run began with another recipe", ", ".join(changes), restart_hint())
@@ -201,13 +204,6 @@ def _schedule_change(
     if not causes:
         return effects
     return f"{', '.join(causes)} (of the schedule: {effects})"
-
-
-def _have_moved(
-    before: Sequence[Mapping[str, object]] | None, after: Sequence[Mapping[str, object]] | None
-) -> bool:
-    """Return whether the sources of a mixture differ only in the paths of their data."""
-    return _without_paths(before or ()) == _without_paths(after or ())
 
 
 def _without_paths(sources: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
@@ -369,7 +365,7 @@ def check_resumable_step(run: Run, start: StartCheckpoint, config: LoopConfig) -
     from trainer.training.step import has_optimizer_state
 
     reader = start.step_reader
-    step = start.resume_step
+    step = start.steps_taken
     step_name = run.storage.step_name(step)
     hint = text(
         "pass {}, or start another run: set another {}, and {}",
@@ -411,7 +407,7 @@ def find_missing_events(
     missing = MissingEvents()
     if not step:
         missing = MissingEvents(config.is_evaluation_due(0), config.num_samples_due(0))
-    elif run.is_first:
+    elif run.is_process_0:
         make_folder(run)
         metrics = run.storage.fetch_file(METRICS_FILE, run.folder)
         samples = run.storage.fetch_file(SAMPLES_FILE, run.folder)
@@ -449,13 +445,13 @@ def find_patience(run: Run, config: LoopConfig, start: StartCheckpoint) -> Patie
     from trainer.training.eval_metrics import NO_EVALUATIONS, Patience
     from trainer.training.metrics import METRICS_FILE, logged_evaluation
 
-    step = start.resume_step
+    step = start.steps_taken
     if not step or not run.recipe.eval.patience:
         return NO_EVALUATIONS
     metric = config.best_metric
     recorded = Patience.of_manifest(start.step_reader.manifest, config.manifest_fields, metric.name)
     patience = recorded or NO_EVALUATIONS
-    if run.is_first and recorded is not None and recorded.last_step != step:
+    if run.is_process_0 and recorded is not None and recorded.last_step != step:
         # A signal had stopped the evaluation of this step, and a later start has repeated it without a save.
         make_folder(run)
         line = logged_evaluation(run.storage.fetch_file(METRICS_FILE, run.folder), step)
@@ -473,7 +469,7 @@ def find_lowest_cost(run: Run, config: LoopConfig, checkpoints: CheckpointManage
     if not config.saves_best:
         return math.inf
     lowest = math.inf
-    if run.is_first:
+    if run.is_process_0:
         metric = config.best_metric
         lowest = checkpoints.lowest_cost(score_group(metric.name, config.manifest_fields))
     # `repr` of a float is exact: all processes compare later values with the same one, and so

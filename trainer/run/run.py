@@ -33,7 +33,7 @@ from trainer.training.eval_metrics import NO_TOKEN_FUNCTIONS, TokenFunctions
 
 if TYPE_CHECKING:
     from prepcli.core.process_group import ProcessGroup
-    from trainer.distributed.start import CoordinatedProcesses
+    from trainer.distributed.processes import CoordinatedProcesses
     from trainer.distributed.watchdog import JobEnd, Watchdog
     from trainer.recipe.tables import Cluster
 
@@ -72,8 +72,8 @@ class Run:
     observer: RunObserver  # Receives notes, warnings and progress of this process
     export: ExportStep  # Exports a step
     # Sets the phase of this process, such as `load` or `step 12`, for the watchdog of the run
-    enter_phase: Callable[[str], None] = lambda phase: None
-    processes_per_host: int = 1  # Largest number of processes of the run on one host
+    enter_phase: Callable[[str], None]
+    processes_per_host: int  # Largest number of processes of the run on one host
 
     @property
     def recipe(self) -> Recipe:
@@ -86,7 +86,7 @@ class Run:
         return self.storage.local_folder
 
     @property
-    def is_first(self) -> bool:
+    def is_process_0(self) -> bool:
         """Whether this is process 0, which alone writes the files that all processes share."""
         return self.group.index == 0
 
@@ -122,14 +122,6 @@ COMPARED_PACKAGES = ("prepcli", "jax", "jaxlib", "numpy")
 # Only these keys of `cluster` must be equal in all processes.
 SHARED_CLUSTER_KEYS = ("cluster.dcn_mesh",)
 CHECKPOINT_CONTENTS = ("config", "tensors", "slots", "others", "step")  # keys of a manifest
-# Options of `train` that all processes of a run share, as an error names them.
-SHARED_OPTIONS = {
-    "restart": Option("restart", True),
-    "stop_after": Option("stop_after"),
-    "dry_run": Option("dry_run", True),
-    "stream": Option("stream", True),
-    "no_verify": Option("verify", False),
-}
 START_HINT = "start every process with the same prep, recipe and options"
 FILES_HINT = "every process must read the same files, for example from a shared file system"
 INTERRUPT = "SIGINT"
@@ -156,7 +148,7 @@ def connect_processes(recipe: Recipe) -> ProcessGroup:
     Raises:
         PrepError: A process did not start in time.
     """
-    from trainer.distributed.start import request_local_devices, start_processes
+    from trainer.distributed.processes import request_local_devices, start_processes
 
     if recipe.cluster.n_local_devices is not None:
         request_local_devices(recipe.cluster.n_local_devices)
@@ -179,14 +171,14 @@ def connect_processes(recipe: Recipe) -> ProcessGroup:
 
 
 def compare_settings(
-    group: ProcessGroup, recipe: Recipe, options: Mapping[str, object], observer: Observer
+    group: ProcessGroup, recipe: Recipe, options: TrainSettings, observer: Observer
 ) -> None:
     """Compare the versions, recipes and options of all processes.
 
     Args:
         group: Processes of the run.
         recipe: Recipe of this process.
-        options: Options that all processes must share, by name.
+        options: Options of this process.
         observer: Receives a warning about clocks that differ.
 
     Raises:
@@ -198,9 +190,21 @@ def compare_settings(
     for name in COMPARED_PACKAGES:
         facts[name] = metadata.version(name)
     facts |= _recipe_values(recipe)
-    for name, value in options.items():
+    # If one process had another value, the others would wait for it in a collective forever. For example,
+    # a dry run ends before the first step.
+    shared = {
+        "restart": (Option("restart", True), options.restart),
+        "stop_after": (Option("stop_after"), options.stop_after),
+        "dry_run": (Option("dry_run", True), options.dry_run),
+        "stream": (Option("stream", True), options.stream),
+        "no_verify": (Option("verify", False), not options.verify),
+    }
+    for name, (_, value) in shared.items():
         facts[name] = str(value)
-    check_agreement(group, facts, hint=START_HINT, options=SHARED_OPTIONS, warn=observer.warn)
+    for name, value in options.token_functions.manifest_fields.items():
+        facts[name] = str(value)
+    labels = {name: option for name, (option, _) in shared.items()}
+    check_agreement(group, facts, hint=START_HINT, options=labels, warn=observer.warn)
 
 
 def compare_start(
@@ -270,7 +274,7 @@ def run_together(
     Raises:
         PrepError: The connection to the other processes is broken.
     """
-    from trainer.distributed.start import CoordinatedProcesses
+    from trainer.distributed.processes import CoordinatedProcesses
     from trainer.distributed.watchdog import Watchdog, WatchSettings
 
     if not isinstance(group, CoordinatedProcesses):
@@ -319,13 +323,11 @@ def _wait_for_all(group: ProcessGroup) -> None:
 def _wait_for_cause(
     error: BaseException, watchdog: Watchdog, has_saved_step: Callable[[], bool], *, hint: str
 ) -> BaseException:
-    """Return the error to report for an error of this process.
-
-    After a broken connection the watchdog may end this process instead, with a message about the lost process.
-    """
+    """Return the error to report for an error of this process."""
+    # After a broken connection the watchdog may end this process instead, with a message about the lost process.
     from jax.errors import JaxRuntimeError
 
-    from trainer.distributed.start import ConnectionBrokenError
+    from trainer.distributed.processes import ConnectionBrokenError
 
     # JAX has no exception type for a broken connection. Only the text distinguishes it from a bug.
     is_connection = isinstance(error, JaxRuntimeError) and any(

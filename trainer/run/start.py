@@ -68,6 +68,7 @@ from prepcli.targets.hf_folder import (
 from prepcli.targets.orbax_item import StartModel
 from trainer.planning.model_shapes import (
     model_of_config,
+    override_config,
     override_fields,
     recipe_config,
 )
@@ -171,10 +172,6 @@ def _model_name(table: Model) -> str:
     return path.parent.name
 
 
-# pyright: reportTypedDictNotRequiredAccess=false
-# A reader has the manifest of a complete model, so its optional keys exist.
-
-
 def damage_hint(storage: RunStorage, step: int) -> str:
     """Return the hint of the error for a damaged step of a run."""
     # The known steps are enough for a hint. A new listing of a bucket could fail itself,
@@ -197,7 +194,8 @@ class StartCheckpoint:
     # Folder of an Orbax checkpoint of prep, or the settings and files of another model
     model: AnyPath | StartModel
     tokenizer_folder: Path  # Folder with the tokenizer
-    resume_step: int = 0  # Step of the run, if the checkpoint is one. 0 means another model.
+    # Steps that the run has taken up to this checkpoint, the number of its last step. 0 for a new run.
+    steps_taken: int = 0
     hint: str = RECREATE_HINT  # Hint of the error for a damaged checkpoint
     commit: str | None = None  # Commit of the model on the hub
     # Settings of the trained adapters. None if the run trains all parameters.
@@ -227,10 +225,8 @@ class StartCheckpoint:
 
     def model_manifest(self, recipe: Recipe) -> Mapping[str, Any]:
         """Return the manifest of the model, with the recipe's changes of its config."""
-        from trainer.training.setup import override_config
-
         # The manifest of a step of the run has the recipe's changes already. The base of a LoRA run has not.
-        if self.resume_step and self.lora is None:
+        if self.steps_taken and self.lora is None:
             return self.manifest
         return override_config(self.manifest, recipe)
 
@@ -251,16 +247,16 @@ class StartCheckpoint:
         Raises:
             PrepError: A tensor is damaged.
         """
-        if isinstance(self.model_reader, WeightsReader):
-            note_missing_file_digests(
-                self.model_reader.source.display_name, self.model_reader.source.manifest, observer
-            )
-        if isinstance(self.model_reader, ItemReader):
-            name = str(find_manifest_folder(self.model_reader.folder))
-            note_missing_file_digests(name, self.model_reader.manifest, observer)
-        if not isinstance(self.model_reader, ItemReader) or self.model_reader.is_checked:
+        reader = self.model_reader
+        if isinstance(reader, WeightsReader):
+            note_missing_file_digests(reader.source.display_name, reader.source.manifest, observer)
+        if not isinstance(reader, ItemReader):
             return
-        source = self._open_source(self.model_reader)
+        name = str(find_manifest_folder(reader.folder))
+        note_missing_file_digests(name, reader.manifest, observer)
+        if reader.is_checked:
+            return
+        source = self._model_source()
         tensors = source.tensors
         if has_state:
             tensors = source.all_tensors
@@ -272,11 +268,7 @@ class StartCheckpoint:
         Raises:
             PrepError: A parameter is missing, or the checkpoint cannot be read.
         """
-        if isinstance(self.model_reader, ItemReader):
-            return sample_digest(self._open_source(self.model_reader))
-        # The digest is for the base of adapters, and the recipe checks refuse adapters on a random start.
-        assert isinstance(self.model_reader, WeightsReader)
-        return sample_digest(self.model_reader.source)
+        return sample_digest(self._model_source())
 
     def origin(self, path: str) -> OriginRecord:
         """Return the identity of the start model of the run, for the manifests of its steps.
@@ -284,7 +276,7 @@ class StartCheckpoint:
         Args:
             path: The recipe's path of the model.
         """
-        if self.resume_step:
+        if self.steps_taken:
             return self.step_reader.manifest.origin
         if isinstance(self.model_reader, RandomReader):
             return {"is_random": True}
@@ -311,17 +303,16 @@ class StartCheckpoint:
         entry = self.manifest.towers
         if entry is None or self.lora is not None or "digest" in entry:
             return None
-        if isinstance(self.model_reader, ItemReader):
-            source = self._open_source(self.model_reader)
-        else:
-            assert isinstance(self.model_reader, WeightsReader)
-            source = self.model_reader.source
-        return {**entry, **stored_towers(source, path, self.commit)}
+        return {**entry, **stored_towers(self._model_source(), path, self.commit)}
 
-    def _open_source(self, reader: ItemReader) -> Source:
-        """Open the checkpoint of a reader."""
-        folder = find_manifest_folder(reader.folder)
-        return open_source(locate(str(folder), access=Access(allow_urls=True)))
+    def _model_source(self) -> Source:
+        """Return the source of the model: of its reader, or opened for an Orbax checkpoint of prep."""
+        if isinstance(self.model_reader, ItemReader):
+            folder = find_manifest_folder(self.model_reader.folder)
+            return open_source(locate(str(folder), access=Access(allow_urls=True)))
+        # A random start has no digests and no towers, and the recipe checks refuse adapters on one.
+        assert isinstance(self.model_reader, WeightsReader)
+        return self.model_reader.source
 
 
 def stored_towers(source: Source, path: str, commit: str | None) -> dict[str, str]:
@@ -351,16 +342,13 @@ def open_last_step(storage: RunStorage, step: int, *, verify: bool) -> StartChec
         reader,
         reader.folder,
         local_folder(find_side_files(folder).copied, folder),
-        resume_step=int(reader.manifest["step"]),
+        steps_taken=int(reader.manifest["step"]),
         hint=hint,
     )
 
 
 def _open_orbax_start(path: Path, recipe: Recipe, *, verify: bool) -> StartCheckpoint:
-    """Open an Orbax checkpoint of prep: an init or a step of another run.
-
-    See `open_reader`.
-    """
+    """Open an Orbax checkpoint of prep: an init or a step of another run. See `open_reader`."""
     reader = open_reader(path, verify)
     if reader.manifest.family == VERBATIM:
         raise verbatim_error(str(path))
@@ -408,22 +396,16 @@ def open_model_start(
 
     if recipe.model.path is None:
         return _open_random_start(recipe, sharding, check_config)
-    lock: Lock | None = None
-    revision: str | None = None
-    if recipe.model.lock is not None:
-        lock = read_recipe_lock(recipe)
-        revision = pinned_revision(recipe.model.path, None, lock)
-    with advise_conversion(recipe.model.path):
-        located = locate(recipe.model.path, revision, access=access)
+    located = locate_model(recipe.model, access)
     if access.stream:
         check_stream(located)
     # A checkpoint of prep on this machine is read as it is: each device reads the chunks of its own
     # shards. Every other source is converted while it is read, without a copy on the disk.
     path = located.files.path
     if located.kind == "orbax" and isinstance(path, Path) and _is_written_by_prep(path):
-        if lock is not None:
+        if recipe.model.lock is not None:
             # The digests of its manifest, which the lock approves, are checked while the chunks are read.
-            _apply_lock(open_source(located), lock, recipe, located, verify=verify)
+            check_lock_verified(open_located_model(recipe.model, located), verify)
         start = _open_orbax_start(path, recipe, verify=verify)
         return replace(start, commit=located.files.commit)
     # The batch and config.json are checked first: `open_source` reads the header of every weight file.
@@ -433,10 +415,8 @@ def open_model_start(
         # The text part of a multimodal model is known only with the names of its tensors.
         if text_section(config) is None:
             check_config(recipe_config(config, recipe.model))
-    with advise_conversion(recipe.model.path):
-        source = open_source(located)
-    if lock is not None:
-        source = _apply_lock(source, lock, recipe, located, verify=verify)
+    source = open_located_model(recipe.model, located)
+    check_lock_verified(source, verify)
     if source.wrapper is not None:
         check_config(recipe_config(source.config, recipe.model))
     # None means that the recipe has no rules, and [] that all dims have the default rules.
@@ -455,27 +435,34 @@ def open_model_start(
     )
 
 
-def read_recipe_lock(recipe: Recipe) -> Lock:
-    """Return the lock of a recipe that has the key `model.lock`."""
-    return read_lock(Path(str(recipe.model.lock)).expanduser())
+def locate_model(table: Model, access: Access) -> LocatedCheckpoint:
+    """Locate the model of a recipe, at the revision of its lock."""
+    assert table.path is not None
+    revision = None
+    if table.lock is not None:
+        revision = pinned_revision(table.path, None, _read_lock(table.lock))
+    with advise_conversion(table.path):
+        return locate(table.path, revision, access=access)
 
 
-def _apply_lock(
-    source: Source, lock: Lock, recipe: Recipe, located: LocatedCheckpoint, *, verify: bool
-) -> Source:
-    """Return the source with the digests of the recipe's lock. Raise PrepError if they differ."""
-    locked = apply_lock(source, lock, str(recipe.model.lock), located.files.commit)
-    check_lock_verified(locked, verify)
-    return locked
+def open_located_model(table: Model, located: LocatedCheckpoint) -> Source:
+    """Open the model of a recipe. With a lock, it has the digests of the lock. Raise PrepError if they differ."""
+    assert table.path is not None
+    with advise_conversion(table.path):
+        source = open_source(located)
+    if table.lock is None:
+        return source
+    return apply_lock(source, _read_lock(table.lock), table.lock, located.files.commit)
+
+
+def _read_lock(path: str) -> Lock:
+    return read_lock(Path(path).expanduser())
 
 
 def _open_random_start(
     recipe: Recipe, sharding: ShardingContext, check_config: Callable[[HFConfig], None]
 ) -> StartCheckpoint:
-    """Return the start of a run with random parameters.
-
-    The arguments are as for `open_model_start`.
-    """
+    """Return the start of a run with random parameters. The arguments are as for `open_model_start`."""
     assert sharding.mesh is not None
     model = random_start(recipe, sharding.mesh, recipe.rules or ())
     check_config(recipe_config(random_config(recipe.model), recipe.model))
@@ -551,7 +538,7 @@ def with_adapters(
             )
         return replace(
             start,
-            resume_step=int(reader.manifest["step"]),
+            steps_taken=int(reader.manifest["step"]),
             lora=lora.manifest_entry(),
             adapter_reader=reader,
         )

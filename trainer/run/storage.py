@@ -217,10 +217,7 @@ def _describe_tokens(folder: Path) -> str:
 
 
 def write_run_file(run: Run, name: str, text: str) -> None:
-    """Replace a file of a run and store it.
-
-    Raise PrepError if it cannot be written.
-    """
+    """Replace a file of a run and store it. Raise PrepError if it cannot be written."""
     path = run.folder / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -232,10 +229,7 @@ def write_run_file(run: Run, name: str, text: str) -> None:
 
 @contextmanager
 def store_at_end(storage: RunStorage, name: str) -> Iterator[None]:
-    """Store a file of the run at the end.
-
-    After another error, ignore errors of the store.
-    """
+    """Store a file of the run at the end. After another error, ignore errors of the store."""
     try:
         yield
     except BaseException:
@@ -257,7 +251,7 @@ def check_repository(run: Run) -> None:
     """
     # Process 0 alone uploads. The other hosts need no token of the hub.
     repository = run.recipe.checkpoint.push
-    if repository is not None and run.is_first:
+    if repository is not None and run.is_process_0:
         target = parse_push_target(repository, private=False)
         check_push(target, retry_policy_from_env(os.environ, run.observer.note))
 
@@ -265,7 +259,7 @@ def check_repository(run: Run) -> None:
 def step_exports(run: Run) -> StepExports | None:
     """Return the exports of a run in process 0, or None without exports or in another process."""
     every = run.recipe.checkpoint.export_every
-    if not every or not run.is_first:
+    if not every or not run.is_process_0:
         return None
 
     def export_step(step: int) -> None:
@@ -301,7 +295,7 @@ def describe_missing_exports(run: Run, last_step: int) -> str:
     """
     checkpoint = run.recipe.checkpoint
     steps = run.storage.steps(refresh=False)
-    if not run.is_first or last_step not in steps:
+    if not run.is_process_0 or last_step not in steps:
         return ""
     unexported: list[str] = []
     for step in steps:
@@ -318,11 +312,8 @@ def describe_missing_exports(run: Run, last_step: int) -> str:
 
 
 def remove_exports(run: Run) -> None:
-    """Remove the exports of a run that starts again, in process 0.
-
-    Raise PrepError if they cannot be removed.
-    """
-    if not run.is_first:
+    """Remove the exports of a run that starts again, in process 0. Raise PrepError if they cannot be removed."""
+    if not run.is_process_0:
         return
     # The new run has the same step numbers. `describe_missing_exports` would count an old `exports/20`
     # as the export of the new step 20.
@@ -388,7 +379,7 @@ def push_last_step(run: Run, result: TrainResult) -> TrainResult:
         PrepError: The export or the upload failed. The run is complete.
     """
     repository = run.recipe.checkpoint.push
-    if repository is None or not run.is_first or result.error is not None:
+    if repository is None or not run.is_process_0 or result.error is not None:
         return result
     # The folder stays in the run. If the upload fails, the next start uploads it without a new export.
     out = _export_folder(run, result.step)

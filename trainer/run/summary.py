@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +25,10 @@ from prepcli.models.dropout_config import DROPOUT_SITES, DropoutConfig
 from prepcli.models.rope_config import Rope
 from prepcli.models.rule_text import rule_texts
 from prepcli.planning.manifest_fields import CastCounts
+from trainer.data.packing import ConcatenatedDataset, Dataset, DocumentDataset, PackedDataset
 from trainer.data.sample_text import counts_table, sample_line
+from trainer.data.seq2seq import Seq2SeqDataset
+from trainer.data.store import MappedTokens
 from trainer.recipe.description import data_lines, evaluation_text, schedule_text
 from trainer.run.run import Run
 from trainer.run.run_record import ENVIRONMENT_FILE
@@ -32,12 +36,10 @@ from trainer.run.storage import write_run_file
 
 if TYPE_CHECKING:
     from prepcli.models.param_tree import ParamLeaf
-    from trainer.data.packing import Dataset
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import AttentionOptions, ModelSpec
     from trainer.run.start import StartCheckpoint
-    from trainer.training.setup import LoopConfig
-    from trainer.training.source_datasets import TokenStore
+    from trainer.training.events import LoopConfig
     from trainer.training.step import StepSetup
 
 # Left out of the recorded flags: the mesh has the number of devices already.
@@ -85,7 +87,7 @@ def _num_elements(leaves: Mapping[str, ParamLeaf]) -> int:
 
 def rounding_environment(sharding: ShardingContext) -> dict[str, str | int]:
     """Return the kind of device, the versions of JAX, XLA's flags and, for CPUs, the cores of this process."""
-    from trainer.distributed.exact_sums import xla_flags
+    from trainer.distributed.exact_reduction import xla_flags
 
     assert sharding.device_mesh is not None
     device = sharding.device_mesh.devices.flat[0]
@@ -108,6 +110,30 @@ MAX_SAMPLES = 4
 MAX_SAMPLE_CHARS = 540
 # Tokens of a first sample.
 SAMPLE_TOKENS = (256, 128, 64, 32, 16, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStore:
+    """The token store of a dataset, and how its documents become rows."""
+
+    tokens: MappedTokens  # The store
+    source_length: int  # Maximum tokens of a source. 0 without an encoder.
+    has_blocks: bool  # Whether documents are concatenated and cut into blocks
+
+
+def token_stores(train: Dataset) -> dict[str, TokenStore]:
+    """Return the token store of each source by name, `train` without a mixture. Span corruption has none."""
+    parts: Mapping[str, Dataset] = {"train": train}
+    if isinstance(train, ConcatenatedDataset):
+        parts = train.parts
+    stores: dict[str, TokenStore] = {}
+    for name, part in parts.items():
+        if isinstance(part, Seq2SeqDataset):
+            stores[name] = TokenStore(part.tokens, part.source_length, has_blocks=False)
+        elif isinstance(part, PackedDataset | DocumentDataset):
+            has_blocks = isinstance(part, PackedDataset)
+            stores[name] = TokenStore(part.tokens, 0, has_blocks=has_blocks)
+    return stores
 
 
 def run_summary_lines(
@@ -141,20 +167,17 @@ def run_summary_lines(
         limit = run.recipe.eval.limit or n_rows
         yield evaluation_text(run.recipe, min(n_rows, limit))
     yield from data_lines(run.recipe.data, is_read=True)
-    if run.is_first:
+    if run.is_process_0:
         folder = run.recipe.data.tokenizer or start.tokenizer_folder
         yield from _sample_counts_lines(config.train, Path(folder))
-    if start.resume_step:
-        yield f"resuming at step {start.resume_step}"
+    if start.steps_taken:
+        yield f"resuming at step {start.steps_taken}"
 
 
 def _sample_counts_lines(train: Dataset, tokenizer: Path) -> Iterator[str]:
-    """Yield the counts of the training data, and the first sample of each source with its tokens with loss marked.
-
-    Data without loss weights has none: the line of its tokens says all.
-    """
+    """Yield the counts of the training data, and the first sample of each source with its tokens with loss marked."""
+    # Data without loss weights has none: the line of its tokens says all.
     from trainer.data.token_samples import count_samples
-    from trainer.training.source_datasets import token_stores
 
     stores = token_stores(train)
     weighted = {name: part for name, part in stores.items() if part.tokens.weight_codes is not None}
@@ -211,10 +234,7 @@ def _short_sample(store: TokenStore, tokenizer_path: Path, max_chars: int) -> st
 
 
 def _mesh_lines(setup: StepSetup) -> Iterator[str]:
-    """Yield the mesh with the memory of the state, and the partition rules.
-
-    Without a mesh there are no lines.
-    """
+    """Yield the mesh with the memory of the state, and the partition rules. Without a mesh there are no lines."""
     from trainer.training.step import state_nbytes_per_device
 
     sharding = setup.forward_config.sharding
@@ -233,10 +253,7 @@ def _mesh_lines(setup: StepSetup) -> Iterator[str]:
 
 
 def adapters_text(model: ModelSpec) -> str:
-    """Return the adapters of a model and their size as text.
-
-    Empty without adapters.
-    """
+    """Return the adapters of a model and their size as text. Empty without adapters."""
     if model.adapters is None:
         return ""
     lora = model.adapters.config
@@ -277,10 +294,7 @@ def _size_text(size: int) -> str:
 
 
 def rope_text(arch_config: ArchConfig) -> str:
-    """Return the rotary embeddings of a model and its positions as text.
-
-    Empty without rotary embeddings.
-    """
+    """Return the rotary embeddings of a model and its positions as text. Empty without rotary embeddings."""
     if not arch_config.ropes:
         return ""
     ropes = " and ".join(_describe_rope(rope) for rope in arch_config.ropes if rope.rotary_dim)
@@ -288,10 +302,7 @@ def rope_text(arch_config: ArchConfig) -> str:
 
 
 def dropout_text(dropout: DropoutConfig) -> str:
-    """Return the rates of dropout and forgetful causal masking as text.
-
-    Empty without both.
-    """
+    """Return the rates of dropout and forgetful causal masking as text. Empty without both."""
     rates: list[str] = []
     for site in DROPOUT_SITES:
         rate = getattr(dropout, site)

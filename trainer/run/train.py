@@ -1,13 +1,14 @@
 """Train with a recipe, from the recipe's checkpoint or from the last step of the run.
 
-`train` is the table of contents of a run. The other functions are in the order of their calls.
+`train` is the table of contents of a run. The other functions are in the order of their calls. The number of a step is
+the number of steps taken after it: 0 is the start, and `steps` the number of the last one. Only orders of rows and
+schedules count steps from 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,11 @@ from prepcli.execution.signals import (
     raise_stop,
     remember_signal,
 )
-from prepcli.execution.training_storage import joint_work
+from prepcli.execution.training_storage import RunStorage, joint_work
 from prepcli.formats.manifest import RECIPE_FILE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.locate import make_access
+from trainer.data.find_files import DataFinder
 from trainer.recipe import LoadedRecipe, recipe_to_toml
 from trainer.run.checks import (
     check_config,
@@ -35,7 +37,6 @@ from trainer.run.checks import (
 from trainer.run.display import open_display
 from trainer.run.logs import check_logs, open_logs
 from trainer.run.prepare import configure, load_state, with_base_facts
-from trainer.run.recipe_data import DataFinder
 from trainer.run.resume import (
     find_lowest_cost,
     find_missing_events,
@@ -74,14 +75,14 @@ from trainer.run.storage import (
     write_run_file,
 )
 from trainer.run.summary import write_environment
-from trainer.training.logs import RunLog
+from trainer.training.metrics import RunLog
 
 if TYPE_CHECKING:
     from prepcli.core.process_group import ProcessGroup
+    from prepcli.models.rules import Rules
     from trainer.distributed.sharding import ShardingContext
-    from trainer.training.events import StepProfiler
+    from trainer.training.events import LoopConfig, StepProfiler
     from trainer.training.loop import Loop
-    from trainer.training.setup import LoopConfig
 
 
 def train(
@@ -107,10 +108,14 @@ def train(
     from trainer.training.loop import Loop
 
     with connect(loaded, options, observer, export) as run, ExitStack() as displays:
-        with interruptible(run) as stack:
+        with (
+            raise_on_signal(),
+            note_durable_work(lambda: describe_durable(options, run.storage)),
+            ExitStack() as stack,
+        ):
             start, sharding = open_start(run, stack)
             config, memory = configure(run, start, sharding, stack)
-            step = start.resume_step
+            step = start.steps_taken
             if options.dry_run:
                 return make_result(run, config, step=step, resumed_at=step, memory=memory)
             patience = find_patience(run, config, start)
@@ -168,39 +173,46 @@ def connect(
     A failure, a stop or a loss of one process ends all of them.
     """
     from trainer.distributed.agreement import processes_per_host
-    from trainer.distributed.exact_sums import start_exact_backend
+    from trainer.distributed.exact_reduction import start_exact_backend
+    from trainer.distributed.processes import check_local_devices
     from trainer.distributed.sharding import catch_out_of_memory
-    from trainer.distributed.start import check_local_devices
 
     recipe = loaded.recipe
     group = connect_processes(recipe)
     process = process_number(group)
     observer = observer.for_process(process, all_print=recipe.log.all_workers)
     storage = open_run_storage(options.out, recipe, observer)
-    run = Run(loaded, options, storage, group, observer, export)
     together = run_together(
         group,
         recipe.cluster,
         observer,
         has_saved_step=lambda: bool(storage.steps(refresh=False)),
-        describe_durable=lambda: describe_durable(run),
+        describe_durable=lambda: describe_durable(options, storage),
     )
     with label_errors(process), together as enter_phase, catch_out_of_memory():
         enter_phase("load")
-        compare_settings(group, recipe, shared_options(options), observer)
+        compare_settings(group, recipe, options, observer)
         # Both must come before the first use of a device: jax then starts its backend with these settings.
         if recipe.train.reduction == "exact":
             start_exact_backend()
         if recipe.cluster.n_local_devices is not None:
             check_local_devices(recipe.cluster.n_local_devices)
+        run = Run(
+            loaded,
+            options,
+            storage=storage,
+            group=group,
+            observer=observer,
+            export=export,
+            enter_phase=enter_phase,
+            processes_per_host=processes_per_host(group),
+        )
         check_storage(run)
         with ExitStack() as stack:
             # A dry run writes nothing to the run, and may be asked for while another process trains it.
             if not options.dry_run:
                 stack.enter_context(hold_run(storage, group, observer.warn))
-            yield replace(
-                run, enter_phase=enter_phase, processes_per_host=processes_per_host(group)
-            )
+            yield run
 
 
 def process_number(group: ProcessGroup) -> int | None:
@@ -210,31 +222,17 @@ def process_number(group: ProcessGroup) -> int | None:
     return group.index
 
 
-def describe_durable(run: Run) -> str:
+def describe_durable(options: TrainSettings, storage: RunStorage) -> str:
     """Describe what the next start continues from, for the message of a signal. Empty in a dry run."""
-    if run.options.dry_run:
+    if options.dry_run:
         return ""
-    return describe_saved_progress(run.storage)
-
-
-def shared_options(options: TrainSettings) -> dict[str, object]:
-    """Return the options that all processes of a run must share."""
-    # If one process had another value, the others would wait for it in a collective forever. For example,
-    # a dry run ends before the first step.
-    return {
-        "restart": options.restart,
-        "stop_after": options.stop_after,
-        "dry_run": options.dry_run,
-        "stream": options.stream,
-        "no_verify": not options.verify,
-        **options.token_functions.manifest_fields,
-    }
+    return describe_saved_progress(storage)
 
 
 def check_storage(run: Run) -> None:
     """Check that the storage of the run is empty or a run, that all processes see it, and that it can have the logs."""
     storage = run.storage
-    if run.is_first:
+    if run.is_process_0:
         storage.check()
         check_logs(run.recipe.log, storage)
     if run.group.count > 1 and storage.is_on_disk and not run.options.dry_run:
@@ -243,13 +241,6 @@ def check_storage(run: Run) -> None:
         run.observer.note(
             f"tokens and metrics are written to {run.folder} first; `data.cache` names a folder for tokens"
         )
-
-
-@contextmanager
-def interruptible(run: Run) -> Iterator[ExitStack]:
-    """End the run at a signal in the block, before its first step. The stack is closed after the block."""
-    with raise_on_signal(), note_durable_work(lambda: describe_durable(run)), ExitStack() as stack:
-        yield stack
 
 
 def open_start(run: Run, stack: ExitStack) -> tuple[StartCheckpoint, ShardingContext]:
@@ -262,13 +253,12 @@ def open_start(run: Run, stack: ExitStack) -> tuple[StartCheckpoint, ShardingCon
     Returns:
         The checkpoint, and the sharding of the run.
     """
-    from prepcli.models.mesh import parse_mesh, parse_slice_counts
-    from trainer.distributed.sharding import make_sharding_context
+    from prepcli.models.rule_text import merge_rules
     from trainer.training.setup import check_batch, partition_rules
 
     options = run.options
     recipe = run.recipe
-    recipe_sharding = _recipe_sharding(run)
+    recipe_sharding = _make_sharding(run, merge_rules(recipe.rules or (), origin=Key("rules")))
     access = make_access(run.observer, offline=options.offline)
     # A missing data file or a mesh that the devices do not fill is found before a model is located,
     # which may download it.
@@ -296,34 +286,25 @@ def open_start(run: Run, stack: ExitStack) -> tuple[StartCheckpoint, ShardingCon
     if options.restart:
         check_restart_source(start, run.storage, recipe)
     # The rules of the checkpoint apply if the recipe has none. They are known only now.
-    sharding = make_sharding_context(
-        parse_mesh(recipe.mesh, Key("mesh")),
-        partition_rules(recipe, start.manifest),
-        slices=parse_slice_counts(recipe.cluster.dcn_mesh),
-    )
+    sharding = _make_sharding(run, partition_rules(recipe, start.manifest))
     check_batch(recipe, sharding)
     stack.enter_context(start.model_reader)
     if start.adapter_reader is not None:
         stack.enter_context(start.adapter_reader)
-    if not (options.dry_run or start.resume_step):
+    if not (options.dry_run or start.steps_taken):
         # Before the data is tokenized, which may take hours
         check_repository(run)
     return start, sharding
 
 
-def _recipe_sharding(run: Run) -> ShardingContext:
-    """Return the sharding of the recipe's mesh, slices and rules.
-
-    In a dry run with too few devices, the error suggests `prep plan`, which needs none.
-    """
+def _make_sharding(run: Run, rules: Rules) -> ShardingContext:
+    """Return the sharding of the recipe's mesh and slices."""
+    # In a dry run with too few devices, the error suggests `prep plan`, which needs none.
     from prepcli.models.mesh import parse_mesh, parse_slice_counts
-    from prepcli.models.rule_text import merge_rules
     from trainer.distributed.sharding import make_sharding_context
 
-    recipe = run.recipe
-    mesh = parse_mesh(recipe.mesh, Key("mesh"))
-    slices = parse_slice_counts(recipe.cluster.dcn_mesh)
-    rules = merge_rules(recipe.rules or (), origin=Key("rules"))
+    mesh = parse_mesh(run.recipe.mesh, Key("mesh"))
+    slices = parse_slice_counts(run.recipe.cluster.dcn_mesh)
     try:
         return make_sharding_context(mesh, rules, slices=slices)
     except UsageError as error:
@@ -335,10 +316,7 @@ def _recipe_sharding(run: Run) -> ShardingContext:
 
 
 def _last_step(run: Run) -> int:
-    """Return the step to resume from, as process 0 sees the run.
-
-    0 starts from the recipe's checkpoint.
-    """
+    """Return the step to resume from, as process 0 sees the run. 0 starts from the recipe's checkpoint."""
     # Another host may list the folder from a cache of its file system. Processes that start from
     # different steps would compute different gradients, so that only process 0 decides.
     last_step = 0
@@ -364,11 +342,11 @@ def _note_early_end(run: Run, config: LoopConfig, *, step: int, end_reason: str)
 
 def check_unread(run: Run, start: StartCheckpoint) -> None:
     """Check what is not read while the state is loaded: the hub's repository, and tensors without checksums."""
-    if start.resume_step:
+    if start.steps_taken:
         # Only now it is known whether the run is finished: a finished run without a repository needs no check.
         check_repository(run)
     if run.options.verify:
-        start.check_remaining(run.observer, has_state=bool(start.resume_step))
+        start.check_remaining(run.observer, has_state=bool(start.steps_taken))
 
 
 def open_checkpoints(
@@ -423,7 +401,7 @@ def begin_writing(
     restart = run.options.restart
     # All processes wait here for the check of process 0, before any of them changes its file of metrics.
     with joint_work(run.group, "last-step"):
-        if run.is_first and not restart:
+        if run.is_process_0 and not restart:
             check_last_step(run.storage, step)
     if restart:
         # A lock, where the storage has them, excludes other starts. A kill after `clear` leaves a run without steps:
@@ -434,7 +412,7 @@ def begin_writing(
     if exports is not None:
         exports.start_missing(checkpoints.steps())
     # The recipe is written before the first step is taken, so each saved step has the recipe of its run beside it.
-    if run.is_first:
+    if run.is_process_0:
         write_run_file(run, RECIPE_FILE, recipe_to_toml(run.recipe, run.loaded.origins))
         write_environment(run, config, step)
 
@@ -456,7 +434,7 @@ def make_profiler(run: Run) -> StepProfiler | None:
     from trainer.training.events import PROFILE_FOLDER, StepProfiler
 
     profile = run.recipe.train.profile
-    if profile is None or not run.is_first:
+    if profile is None or not run.is_process_0:
         return None
     return StepProfiler(
         profile["start"], profile["steps"], run.folder / PROFILE_FOLDER, run.observer.warn

@@ -62,40 +62,28 @@ def host_leaves(
         for extent, shard_extent in zip(leaf.shape, leaf.sharding.shard_shape(leaf.shape)):
             num_shards *= math.ceil(extent / max(1, shard_extent))
         num_replicas = len(leaf.sharding.device_set) // max(1, num_shards)
+        dtype = leaf.dtype
+        if saved_dtype is not None and name.startswith(f"{PARAMS}."):
+            dtype = jnp.dtype(saved_dtype)
         shards: list[HostShard] = []
         for shard in leaf.addressable_shards:
             if shard.replica_id == number % num_replicas:
                 box = index_box(shard.index, leaf.shape)
-                shards.append(HostShard(box, partial(_fetch_shard, shard)))
-        host[name] = HostLeaf(leaf.shape, leaf.dtype.name, tuple(shards))
-        if saved_dtype is not None and name.startswith(f"{PARAMS}."):
-            host[name] = _cast_leaf(host[name], saved_dtype)
+                shards.append(HostShard(box, partial(_fetch_shard, shard, dtype)))
+        host[name] = HostLeaf(leaf.shape, dtype.name, tuple(shards))
     return host
 
 
-def _cast_leaf(leaf: HostLeaf, dtype: str) -> HostLeaf:
-    """Return a leaf with shards that are cast when they are fetched."""
-    to_dtype = jax.numpy.dtype(dtype)
-    shards: list[HostShard] = []
-    for shard in leaf.shards:
-        shards.append(HostShard(shard.box, partial(_fetch_cast, shard, to_dtype)))
-    return HostLeaf(leaf.shape, dtype, tuple(shards))
-
-
-def _fetch_cast(shard: HostShard, dtype: np.dtype[Any]) -> np.ndarray:
-    return shard.fetch().astype(dtype)
-
-
-def _fetch_shard(shard: jax.Shard) -> np.ndarray:
-    """Copy a shard to the host.
-
-    A JAX array caches its host copy for as long as it lives: a temporary array frees the copy early. The values of a
-    CPU device are not copied. JAX does not donate a buffer that a NumPy array refers to, so that steps leave it alone.
-    """
+def _fetch_shard(shard: jax.Shard, dtype: np.dtype[Any]) -> np.ndarray:
+    """Copy a shard to the host, in a dtype."""
+    # A JAX array caches its host copy for as long as it lives: a temporary array frees the copy early. The values of
+    # a CPU device are not copied. JAX does not donate a buffer that a NumPy array refers to, so that steps leave it
+    # alone.
     data = shard.data
     # The shard is on a device of this process, so it has data.
     assert data is not None
-    return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
+    array = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
+    return np.asarray(array).astype(dtype, copy=False)
 
 
 # The bits that bfloat16 cuts off.
@@ -158,10 +146,7 @@ def overflow_text(paths: Sequence[str]) -> str:
 
 
 def count_leaf_changes(leaf: Array, dtype: str) -> tuple[int, int]:
-    """Return the numbers of values that a cast changes, and of finite ones that it makes infinite.
-
-    NaN stays NaN.
-    """
+    """Return the numbers of values that a cast changes, and of finite ones that it makes infinite. NaN stays NaN."""
     sharding = leaf.sharding
     # Replicated counts are addressable by every process of a run.
     replicated: NamedSharding | None = None
@@ -178,10 +163,8 @@ def _sum_counts(row_counts: Array) -> int:
 
 
 def _count_rows(leaf: Array, dtype: str) -> tuple[Array, Array]:
-    """Count the changed and the overflowed values in each row of the first axis, as two uint32 arrays.
-
-    The bits are compared: devices may flush subnormal values.
-    """
+    """Count the changed and the overflowed values in each row of the first axis, as two uint32 arrays."""
+    # The bits are compared: devices may flush subnormal values.
     values = leaf.astype(jnp.float32)
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     magnitude = bits & ABS_MASK

@@ -30,9 +30,9 @@ from trainer.distributed.compilation import (
 from trainer.distributed.devices import libtpu_version, tpu_devices
 from trainer.distributed.sharding import catch_out_of_memory, device_kind, make_sharding_context
 from trainer.nn.model_spec import model_from_manifest
-from trainer.planning.step_inputs import has_segments, run_dropout, run_kernels
+from trainer.planning.step_inputs import has_segments, run_dropout, run_kernels, split_batch
 from trainer.planning.training_plan import CompiledPlan, read_collectives, with_overrides
-from trainer.recipe import Recipe, batch_shape
+from trainer.recipe import Recipe
 from trainer.recipe.key_types import MAX_INT32
 from trainer.training.feed import column_shapes
 from trainer.training.setup import (
@@ -136,14 +136,12 @@ def _compile_recipe(
         dropout=dropout,
         device=device,
     )
-    shape = batch_shape(
-        recipe.batch, n_devices=mesh.n_devices, n_replicas=sharding.data_parallel_size
-    )
+    batch_size = split_batch(recipe, mesh, sharding.rules).shape.size
     if recipe.data.source_length:
         column_specs = seq2seq_columns(recipe.data.source_length, recipe.data.seq_length)
     else:
         column_specs = document_columns(recipe.data.seq_length, has_segments=has_segments(recipe))
-    batch = column_shapes(column_specs, shape.size, sharding)
+    batch = column_shapes(column_specs, batch_size, sharding)
     return compile_plan(setup, batch, topology or f"{mesh.n_devices} CPU devices", report_phase)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -17,43 +17,19 @@ from prepcli.core.errors import usage_error
 from prepcli.models.param_tree import Tree
 from trainer.data.order import eval_batches, num_eval_batches
 from trainer.data.packing import Dataset
+from trainer.distributed.exact_reduction import ExactReduction, compiler_options
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn import transformer
 from trainer.nn.lm_head import LossSums, TokenMetrics
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.training.eval_metrics import METRIC_PREFIX
-from trainer.training.exact_reduction import ExactReduction, compiler_options
 from trainer.training.feed import TokenBatch, load_batch, place_batch
+from trainer.training.metrics import EvaluationResult
 
 # Names of the values of each evaluation. `metric_fn` must use other names.
 RESERVED_NAMES = ("loss", "perplexity", "accuracy", "tokens")
-# exp(700) is finite in float64.
-MAX_EXPONENT = 700.0
 # Returns the sums of a batch [], or of each of its rows [batch].
 EvalStep = Callable[[Tree, TokenBatch], Mapping[str, Array]]
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationResult:
-    """Loss and accuracy over the predicted tokens of a dataset."""
-
-    mean_loss: float  # Mean cross-entropy of a token. NaN without tokens.
-    accuracy: float  # Fraction of the tokens that are predicted correctly. NaN without tokens.
-    weight: (
-        float  # Sum of the loss weights of the predicted tokens, their number if all weights are 1
-    )
-    # Mean over the tokens of each value that `metric_fn` computes. NaN without tokens.
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of predicted tokens, each counted with its loss weight."""
-        return int(self.weight)
-
-    @property
-    def perplexity(self) -> float:
-        """Exponential of the mean loss, limited to stay finite."""
-        return math.exp(min(self.mean_loss, MAX_EXPONENT))
 
 
 def jit_eval_step(
@@ -195,10 +171,7 @@ def evaluate(
 
 
 def combine_results(results: Iterable[EvaluationResult]) -> EvaluationResult:
-    """Return the result over the tokens of several datasets.
-
-    Datasets without tokens do not count.
-    """
+    """Return the result over the tokens of several datasets. Datasets without tokens do not count."""
     weights: list[float] = []
     loss_sums: list[float] = []
     correct_sums: list[float] = []
@@ -219,10 +192,7 @@ def combine_results(results: Iterable[EvaluationResult]) -> EvaluationResult:
 
 
 def _exact_sum(values: list[float]) -> float:
-    """Return the correctly rounded sum, which does not depend on the order.
-
-    Infinite and NaN values are added too.
-    """
+    """Return the correctly rounded sum, which does not depend on the order. Infinite and NaN values are added too."""
     if all(map(math.isfinite, values)):
         return math.fsum(values)
     # `fsum` raises an error for inf - inf, where a sum is NaN.
@@ -304,10 +274,7 @@ def _request_batches(
 def _make_rows(
     requests: Sequence[ScoreRequest], num_rows: int, length: int
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return inputs, targets and weights [num_rows, length].
-
-    Padding, and rows beyond the requests, have weight 0.
-    """
+    """Return inputs, targets and weights [num_rows, length]. Padding, and rows beyond the requests, have weight 0."""
     tokens, targets = np.zeros((2, num_rows, length), np.int32)
     weights = np.zeros((num_rows, length), np.float32)
     for row, request in enumerate(requests):

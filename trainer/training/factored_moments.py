@@ -50,10 +50,7 @@ class MatrixView:
 
     @staticmethod
     def of(leaf: ParamLeaf) -> MatrixView:
-        """Return the view of a leaf.
-
-        A leaf without matrices has one vector per layer.
-        """
+        """Return the view of a leaf. A leaf without matrices has one vector per layer."""
         if axes := matrix_axes(leaf):
             return MatrixView(axes.batch, axes.rows, axes.columns)
         batch: tuple[int, ...] = ()

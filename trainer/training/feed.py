@@ -17,6 +17,8 @@ from trainer.data.order import Int64Array
 from trainer.data.packing import Arrays, ColumnSpecs, Dataset
 from trainer.distributed.sharding import ShardingContext, local_device_sharding, zigzag_order
 
+# Entry of a batch, and of the metrics of a step, with the stop signals of all processes. See `StopSignals`.
+STOP = "stop"
 TokenBatch = Mapping[str, Array]
 Index = tuple[slice, ...]
 

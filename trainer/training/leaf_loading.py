@@ -321,10 +321,8 @@ def _exchange_program(plan: SlicePlan, dtype: jnp.dtype) -> Callable[[jax.Array]
 
 
 def _widen(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Widen bfloat16 to float32 unless `x` has `dtype`.
-
-    The bits are shifted as integers, because a float conversion on a device may flush subnormal values to zero.
-    """
+    """Widen bfloat16 to float32 unless `x` has `dtype`."""
+    # The bits are shifted as integers, because a float conversion on a device may flush subnormal values to zero.
     if x.dtype == dtype:
         return x
     bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)

@@ -20,19 +20,21 @@ from prepcli.planning.manifest_fields import Manifest
 from trainer.data.order import eval_batches
 from trainer.distributed.sharding import peak_memory_nbytes
 from trainer.training.checkpoint import count_changed_values, host_leaves
+from trainer.training.datasets import tokens_by_source
 from trainer.training.eval_metrics import NO_EVALUATIONS, Patience, check_metric_name
 from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
 from trainer.training.events import (
     NO_MISSING_EVENTS,
     EventStoppedError,
     EventTimes,
+    LoopConfig,
     MissingEvents,
     StepProfiler,
     StepTimer,
     StopSignals,
 )
 from trainer.training.feed import batch_shapes, load_batch
-from trainer.training.logs import (
+from trainer.training.metrics import (
     RunLog,
     StepLine,
     evaluation_line,
@@ -40,8 +42,6 @@ from trainer.training.logs import (
     speed_fields,
     step_line,
 )
-from trainer.training.setup import LoopConfig
-from trainer.training.source_datasets import tokens_by_source
 from trainer.training.step import StepSetup, TrainState, jit_train_step
 
 # Steps that may be in flight before the metrics of the oldest are fetched, so that devices never wait for the host.
@@ -220,10 +220,7 @@ class Loop:
         return self.stop_signals.reason()
 
     def _compile_step(self) -> CompiledStep:
-        """Compile the training step for the state's shardings.
-
-        The state is donated.
-        """
+        """Compile the training step for the state's shardings. The state is donated."""
         setup = self.config.setup
         start_s = self.timer.clock()
         shapes = jax.tree.map(
@@ -240,10 +237,8 @@ class Loop:
         return compiled
 
     def _run_start_events(self) -> bool:
-        """Run the events before the first step, or the missing ones of the step that the run resumes from.
-
-        Return whether they were complete, and not stopped by a signal.
-        """
+        """Run the events before the first step, or the missing ones of the step that the run resumes from."""
+        # Return whether they were complete, and not stopped by a signal.
         evaluates = self.missing_events.evaluation
         num_samples = self.missing_events.num_samples
         if self.step == 0:
@@ -258,10 +253,8 @@ class Loop:
         return True
 
     def _run_due_events(self) -> bool:
-        """Save, evaluate and sample, each if it is due after this step.
-
-        Return whether they were complete, and not stopped by a signal.
-        """
+        """Save, evaluate and sample, each if it is due after this step."""
+        # Return whether they were complete, and not stopped by a signal.
         config = self.config
         is_evaluation_due = config.is_evaluation_due(self.step)
         is_save_due = config.is_save_due(self.step)
@@ -273,7 +266,9 @@ class Loop:
             if is_evaluation_due:
                 self._evaluate()
             ends_early = bool(self.config.end_reason(self.step, self.patience))
-            if is_save_due or ends_early or self._is_best():
+            cost = self.eval_costs.get(self.step, math.inf)
+            is_best = self.config.saves_best and cost < self.lowest_cost
+            if is_save_due or ends_early or is_best:
                 self._save()
             self._log_samples(config.num_samples_due(self.step, ends_early=ends_early))
         except EventStoppedError:
@@ -285,16 +280,8 @@ class Loop:
         if self.pending_save and self.pending_save[1].is_done:
             self._wait_for_save()
 
-    def _is_best(self) -> bool:
-        """Return whether this step was evaluated and should be saved for its evaluation, the best so far."""
-        cost = self.eval_costs.get(self.step, math.inf)
-        return self.config.saves_best and cost < self.lowest_cost
-
     def _drain_metrics(self, lag: int) -> None:
-        """Fetch and log the metrics of all steps but the last `lag`.
-
-        Raise PrepError if too many were skipped.
-        """
+        """Fetch and log the metrics of all steps but the last `lag`. Raise PrepError if too many were skipped."""
         config = self.config
         while len(self.pending_metrics) > lag:
             step, metrics = self.pending_metrics.popleft()
@@ -409,10 +396,7 @@ class Loop:
             self.timer.resume()
 
     def _save(self) -> None:
-        """Begin to save this step unless it is saved already.
-
-        Raise PrepError if the state is not finite.
-        """
+        """Begin to save this step unless it is saved already. Raise PrepError if the state is not finite."""
         if self.last_saved_step == self.step:
             return
         with self._event("save"):
@@ -436,10 +420,7 @@ class Loop:
             self.last_saved_step = self.step
 
     def _manifest_fields(self) -> Manifest:
-        """Return the entries of the manifest.
-
-        `param_cast` is absent if a value is too large for `saved_dtype`.
-        """
+        """Return the entries of the manifest. `param_cast` is absent if a value is too large for `saved_dtype`."""
         fields = self.config.manifest_fields
         metric = self.config.best_metric
         cost = self.eval_costs.get(self.step, math.inf)
@@ -461,10 +442,7 @@ class Loop:
         return fields
 
     def _wait_for_save(self) -> None:
-        """Wait for the save in the background, and report it.
-
-        Raise its PrepError if it failed.
-        """
+        """Wait for the save in the background, and report it. Raise its PrepError if it failed."""
         if self.pending_save:
             step, save = self.pending_save
             # Cleared first: an error of the save is raised once, and not again when the run ends.

@@ -23,7 +23,6 @@ from prepcli.models.param_tree import (
     find_param_path,
     flatten_tree,
     is_layer_matrix,
-    matches_any,
     matrix_axes,
     unflatten_tree,
 )
@@ -205,11 +204,6 @@ class Optimizer:
             leaves: Trained parameters by path.
         """
         return RULES[self.table.type](self.table, leaves)
-
-    def unfrozen_leaves(self, leaves: Mapping[str, ParamLeaf]) -> dict[str, ParamLeaf]:
-        """Return the leaves without a match in `freeze`."""
-        frozen = self.table.freeze
-        return {path: leaf for path, leaf in leaves.items() if not matches_any(frozen, path)}
 
     def init(self, params: Tree, leaves: Mapping[str, ParamLeaf]) -> OptState:
         """Return the state before the first step.
@@ -500,11 +494,9 @@ def _scale_by_muon(
 def _with_plain_momentum(
     table: MuonTable, orthogonalize: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Return Muon with the momentum of the original post, from gradients g and the decay rate b.
+    """Return Muon with the momentum of the original post, from gradients g and the decay rate b."""
 
-    The momentum is m = b * m + (1 - b) * g. With Nesterov's momentum, the update is b * m + (1 - b) * g.
-    """
-
+    # The momentum is m = b * m + (1 - b) * g. With Nesterov's momentum, the update is b * m + (1 - b) * g.
     def average(momentum: Array, gradient: Array) -> Array:
         return table.momentum * momentum + (1 - table.momentum) * gradient
 

@@ -27,16 +27,9 @@ from trainer.generation.generator import Generator, check_prompts, max_fitting_n
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.recipe import Recipe
 from trainer.training.datasets import decoder_start_token_id
+from trainer.training.metrics import Sample
 
 SAMPLES_KEY = "log.samples"
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A prompt and the text that the model generated for it: its continuation, or the target of an encoder-decoder."""
-
-    prompt: str
-    text: str
 
 
 class Sampler:

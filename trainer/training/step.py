@@ -27,14 +27,13 @@ from prepcli.models.param_tree import (
     reduced_axes,
     unflatten_tree,
 )
+from trainer.distributed.exact_reduction import ExactReduction, compiler_options
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn import transformer
 from trainer.nn.dropout import Dropout, step_dropout
 from trainer.nn.lm_head import NO_LOSS_TERMS, LossTerms, TokenMetrics
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
-from trainer.training.events import STOP
-from trainer.training.exact_reduction import ExactReduction, compiler_options
-from trainer.training.feed import TokenBatch
+from trainer.training.feed import STOP, TokenBatch
 from trainer.training.optimizers import Optimizer, RoundingKey, bfloat16_to_float32
 
 # Positive float16 values reach from 2^-24 to 65504, just below 2^16. The gradients of a mean over
@@ -163,7 +162,7 @@ class StepSetup:
     @property
     def trained_leaves(self) -> dict[str, ParamLeaf]:
         """Parameters changed by training, by path: all saved parameters that `optimizer.freeze` does not match."""
-        return self.optimizer.unfrozen_leaves(self.model.saved_leaves)
+        return self.optimizer.table.trained_leaves(self.model.saved_leaves)
 
     def param_dtype_of(self, path: str) -> str:
         """Return the dtype of a parameter in the state."""
@@ -368,11 +367,9 @@ def _select_tree(condition: Array, if_true: Any, if_false: Any) -> Any:
 def _sum_gradients(
     params: Tree, batch: TokenBatch, step: Array, *, setup: StepSetup, factor: Array | None
 ) -> tuple[Tree, dict[str, Array], Array | None]:
-    """Compute the float32 sums of gradients and of loss, weights and correct tokens.
-
-    The gradients are computed of factor * loss, and divided by the factor. An exact reduction also returns the norm of
-    the gradients.
-    """
+    """Compute the float32 sums of gradients and of loss, weights and correct tokens."""
+    # The gradients are computed of factor * loss, and divided by the factor. An exact reduction also returns the norm
+    # of the gradients.
     norm: Array | None = None
     exact = setup.exact_reduction
     if exact is not None:
@@ -403,12 +400,10 @@ def _sum_gradients(
 def _value_and_grad(
     step: Array, setup: StepSetup, factor: Array | None
 ) -> Callable[[Tree, Tree, TokenBatch], Any]:
-    """Return a function that computes ((loss, loss sums), gradients).
+    """Return a function that computes ((loss, loss sums), gradients)."""
 
-    Its arguments are the trained parameters, widened so that their gradients are float32, all parameters, and rows.
-    With a factor, the loss and its gradients are multiplied by it, and the loss sums are not.
-    """
-
+    # Its arguments are the trained parameters, widened so that their gradients are float32, all parameters, and rows.
+    # With a factor, the loss and its gradients are multiplied by it, and the loss sums are not.
     def summed_loss(
         trained: Tree, params: Tree, rows: TokenBatch
     ) -> tuple[Array, dict[str, Array]]:
@@ -474,10 +469,7 @@ def _shard_like_params(gradients: Tree, setup: StepSetup) -> Tree:
 
 
 def _split_micro_batches(batch: TokenBatch, setup: StepSetup) -> dict[str, Array]:
-    """Reshape [batch, ...] to [accumulate, micro-batch, ...].
-
-    Each device keeps its rows of every micro-batch.
-    """
+    """Reshape [batch, ...] to [accumulate, micro-batch, ...]. Each device keeps its rows of every micro-batch."""
     num_micro_batches = setup.accumulate
 
     def split(array: Array) -> Array:

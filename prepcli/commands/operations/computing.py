@@ -156,7 +156,7 @@ def compute_together(
     if address is None or address.count == 1:
         return compute(None, observer)
     silence_jax(observer)
-    from trainer.distributed.start import start_processes
+    from trainer.distributed.processes import start_processes
 
     cluster = Cluster()
     with label_errors(address.index):

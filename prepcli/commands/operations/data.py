@@ -39,12 +39,7 @@ from trainer.data.tokenize import TokenizedShare, tokenize_share
 from trainer.data.tokenize_config import TokenizeConfig
 from trainer.data.tokenizer import load_tokenizer
 from trainer.recipe import Recipe, load_recipe
-from trainer.run.recipe_data import (
-    open_datasets,
-    open_token_configs,
-    run_batch_size,
-    tokenize_progress,
-)
+from trainer.run.recipe_data import recipe_datasets, run_batch_size, tokenize_progress
 
 __all__ = [
     "BatchDigest",
@@ -143,14 +138,14 @@ def _open_batches(
     observer: Observer,
 ) -> Batches:
     """Return the iterator of a loaded recipe. The arguments are as for `batches`."""
-    from trainer.training.source_datasets import make_order
+    from trainer.training.datasets import make_order
 
     batch_size = run_batch_size(recipe, offline=offline, observer=observer)
     # Before the data is read, which may take hours
     check_share(process, of, batch_size)
-    datasets = open_datasets(
+    datasets = recipe_datasets(
         recipe, out=out, offline=offline, observer=observer, checks_digests=verify
-    )
+    ).build()
     order = make_order(datasets, batch_size, seed=recipe.seed, shuffle=recipe.data.shuffle)
     return Batches(
         datasets.train,
@@ -241,12 +236,13 @@ def tokenize_shard(
     target = Path(out) if out is not None else None
     check_local_path(target)
     with label_errors(index), raise_on_signal(), ExitStack() as stack:
-        configs = open_token_configs(
+        builder = recipe_datasets(
             loaded,
             out=target if format == "prep" else None,
             offline=options["offline"],
             observer=observer,
         )
+        configs = dict(builder.configs())
         if format != "prep":
             for config in configs.values():
                 check_exportable(config, format)

@@ -41,17 +41,19 @@ from prepcli.core.observer import CommandObserver, Observer, PacedNotes, Progres
 from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.sources.locate import make_access
 from prepcli.sources.source import Source
+from trainer.data.find_files import DataFinder
 from trainer.recipe import Recipe
 from trainer.recipe.formatting import TomlTable
 from trainer.recipe.loading import RawRecipe, complete_recipe
 from trainer.run.params import OpenedModel
-from trainer.run.recipe_data import DataFinder, tokenize_progress
+from trainer.run.recipe_data import tokenize_progress
 
 if TYPE_CHECKING:
     from prepcli.models.param_tree import Tree
     from trainer.data.packing import Dataset
     from trainer.nn.model_spec import ForwardConfig
-    from trainer.training.evaluation import EvalStep, EvaluationResult
+    from trainer.training.evaluation import EvalStep
+    from trainer.training.metrics import EvaluationResult
 
 MAX_DEFAULT_LENGTH = 1024
 # An evaluation has no recipe file. Messages about recipe keys without an option show this name.
@@ -359,7 +361,7 @@ def _evaluate(
 ) -> Evaluation:
     """Load the model and the data, and compute the scores. See `evaluate`."""
     silence_jax(observer)
-    from trainer.distributed.exact_sums import start_exact_backend
+    from trainer.distributed.exact_reduction import start_exact_backend
     from trainer.distributed.sharding import catch_out_of_memory
     from trainer.training.evaluation import combine_results
 
@@ -518,20 +520,17 @@ def _open_dataset(
 ) -> Dataset:
     """Tokenize a source of data. Raise PrepError if it is invalid or does not fit the model."""
     from trainer.data.packing import with_stride
-    from trainer.training.datasets import build_datasets
+    from trainer.training.datasets import DatasetBuilder
 
-    folders = {
-        "tokenizer": tokenizer_path(source, options["tokenizer"], purpose="encode the data"),
-        "cache": Path(options["cache"] or scratch_dir),
-    }
-    datasets = build_datasets(
+    datasets = DatasetBuilder(
         recipe,
         opened.model,
         model_config=opened.reader.manifest["config"],
-        folders=folders,
+        tokenizer=tokenizer_path(source, options["tokenizer"], purpose="encode the data"),
+        cache=Path(options["cache"] or scratch_dir),
         stop_ids=source_generation_defaults(source, opened.model.true_vocab_size).eos_token_ids,
         remote=remote,
         progress=tokenize_progress(observer),
         note=observer.note,
-    )
+    ).build()
     return with_stride(datasets.train, recipe.eval.stride)

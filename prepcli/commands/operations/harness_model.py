@@ -292,7 +292,7 @@ def harness_model(
         silence_jax(observer)
         # The backend reads the settings of exact sums when it starts, so nothing may use a device before this.
         if reduction == "exact":
-            from trainer.distributed.exact_sums import start_exact_backend
+            from trainer.distributed.exact_reduction import start_exact_backend
 
             start_exact_backend()
         common = common_options(checkpoint, None, {**options, "ema": ema})

@@ -38,7 +38,7 @@ from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import HF_FOLDER, Source
 from prepcli.targets.hf_folder import copied_small_files, settings_files
 from prepcli.targets.orbax_item import plan_training_step
-from trainer.run.params import init_random_params, load_verbatim_params, model_of_config
+from trainer.run.params import build_model_on_mesh, init_random_params, load_verbatim_params
 from trainer.run.start import start_manifest, stored_towers
 
 LoadDtype = Literal["float32", "bfloat16", "keep"]
@@ -386,7 +386,7 @@ def _build_computation(
 
     param_dtype = options.get("param_dtype", "float32")
     if isinstance(model, Mapping):
-        spec, sharding = model_of_config(model, mesh)
+        spec, sharding = build_model_on_mesh(model, mesh)
         # The kernel is checked before the parameters are drawn, which takes long for a large model.
         computation = Computation(spec, _forward_config(spec, sharding, options))
         return init_random_params(

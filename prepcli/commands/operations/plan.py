@@ -53,7 +53,7 @@ from trainer.recipe.description import recipe_lines
 from trainer.recipe.formatting import TomlTable
 from trainer.recipe.loading import RawRecipe
 from trainer.recipe.model_table import Model
-from trainer.run.recipe_data import check_planned_recipe
+from trainer.run.checks import check_inputs, check_model
 from trainer.run.start import random_config
 
 RECIPE_SUFFIX = ".toml"
@@ -120,7 +120,10 @@ def _resolve_target(
         mesh = manifest.mesh or ("1,-1,1" if number else "1,1,1")
         recipe = complete_recipe(_default_recipe(target, model, mesh), overrides).recipe
     model = model.of_recipe(recipe.model)
-    check_planned_recipe(recipe, model, names_data=is_recipe)
+    if is_recipe:
+        # Its data and tokenizer may be on another machine. The recipe of a checkpoint has a placeholder.
+        check_inputs(recipe, may_be_absent=True)
+    check_model(recipe, model)
     rule_texts = recipe.rules if recipe.rules is not None else manifest.rules
     observer.note(f"shapes from {origin}")
     return PlanTarget(

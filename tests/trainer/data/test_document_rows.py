@@ -19,10 +19,9 @@ from trainer.data.document_rows import DTYPES, make_rows, read_rows
 from trainer.data.encode import EncodedBatch, OverlongRule, fit_documents
 from trainer.data.store import MappedTokens, read_meta
 from trainer.data.store_files import file_digest
-from trainer.data.tokenize import open_tokens, tokenize_files
+from trainer.data.tokenize import open_tokens, tokenize_files, tokenize_in_group
 from trainer.data.tokenize_config import TokenizeConfig
 from trainer.recipe.text_fields import Overlong
-from trainer.training.source_datasets import tokenize_in_group
 
 # Rows of documents beside the tokens: made once, checked, and equal to those made in memory.
 

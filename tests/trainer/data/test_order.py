@@ -18,9 +18,7 @@ from prepcli.core.errors import UsageError
 from tests.helpers.slow_cases import slow_except
 from trainer.data.batches import BatchDigest, Batches
 from trainer.data.order import (
-    MixedOrder,
     RowOrder,
-    SampleOrder,
     eval_batches,
     mix_by_weight,
     pattern_counts,
@@ -42,7 +40,7 @@ KEYS = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=8)
 
 
 ORDERS = st.builds(
-    SampleOrder,
+    RowOrder,
     n_rows=st.integers(1, 60),
     batch_size=st.integers(1, 90),
     seed=st.integers(0, 2**80),
@@ -64,7 +62,7 @@ def test_permute_is_injective_for_large_n(n: int, keys: list[int], values: list[
 
 
 @given(ORDERS, st.integers(0, 50))
-def test_sample_order_epoch_has_every_row_once(order: SampleOrder, epoch: int):
+def test_sample_order_epoch_has_every_row_once(order: RowOrder, epoch: int):
     first = epoch * order.n_rows
     steps = range(first // order.batch_size, (first + order.n_rows - 1) // order.batch_size + 1)
     rows = np.concatenate([order.rows(step) for step in steps])
@@ -73,7 +71,7 @@ def test_sample_order_epoch_has_every_row_once(order: SampleOrder, epoch: int):
 
 
 @given(ORDERS, st.integers(0, 10**9), st.data())
-def test_sample_order_slices_a_step(order: SampleOrder, step: int, data: st.DataObject):
+def test_sample_order_slices_a_step(order: RowOrder, step: int, data: st.DataObject):
     low = data.draw(st.integers(0, order.batch_size))
     high = data.draw(st.integers(low, order.batch_size))
     assert order.rows(step, low, high).tolist() == order.rows(step)[low:high].tolist()
@@ -81,7 +79,7 @@ def test_sample_order_slices_a_step(order: SampleOrder, step: int, data: st.Data
 
 
 @given(ORDERS, st.integers(1, 20))
-def test_sample_order_does_not_depend_on_batch_size(order: SampleOrder, batch_size: int):
+def test_sample_order_does_not_depend_on_batch_size(order: RowOrder, batch_size: int):
     other_order = replace(order, batch_size=batch_size)
     rows = np.concatenate([order.rows(step) for step in range(math.ceil(100 / order.batch_size))])
     other_rows = np.concatenate(
@@ -91,21 +89,21 @@ def test_sample_order_does_not_depend_on_batch_size(order: SampleOrder, batch_si
 
 
 def test_sample_order_without_shuffle_keeps_row_order():
-    order = SampleOrder(n_rows=5, batch_size=3, seed=1, shuffle=False)
+    order = RowOrder(n_rows=5, batch_size=3, seed=1, shuffle=False)
     assert [order.rows(step).tolist() for step in range(3)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
 
 
 def test_sample_order_is_stable_across_versions():
     """A run that resumes with another version of the code must see the same rows."""
-    small = SampleOrder(n_rows=10, batch_size=10, seed=0, shuffle=True)
+    small = RowOrder(n_rows=10, batch_size=10, seed=0, shuffle=True)
     assert small.rows(0).tolist() == [4, 0, 8, 2, 6, 9, 7, 3, 1, 5]
-    large = SampleOrder(n_rows=10**12, batch_size=3, seed=7, shuffle=True)
+    large = RowOrder(n_rows=10**12, batch_size=3, seed=7, shuffle=True)
     assert large.rows(10**11).tolist() == [344461739884, 626274651494, 307170921615]
 
 
 def test_sample_order_differs_by_epoch_and_seed():
     orders = {
-        tuple(SampleOrder(n_rows=50, batch_size=50, seed=seed, shuffle=True).rows(epoch).tolist())
+        tuple(RowOrder(n_rows=50, batch_size=50, seed=seed, shuffle=True).rows(epoch).tolist())
         for seed in range(20)
         for epoch in range(20)
     }
@@ -119,12 +117,12 @@ def test_sample_order_differs_by_epoch_and_seed():
 def test_steps_for_epochs_rounds_up_to_whole_steps(
     epochs: float, n_rows: int, batch_size: int, steps: int
 ):
-    order = SampleOrder(n_rows=n_rows, batch_size=batch_size, seed=0, shuffle=True)
+    order = RowOrder(n_rows=n_rows, batch_size=batch_size, seed=0, shuffle=True)
     assert order.steps_for_epochs(epochs) == steps
 
 
 def test_steps_per_epoch_is_rows_per_batch_size():
-    assert SampleOrder(n_rows=10, batch_size=4, seed=0, shuffle=True).steps_per_epoch == 2.5
+    assert RowOrder(n_rows=10, batch_size=4, seed=0, shuffle=True).steps_per_epoch == 2.5
 
 
 @given(st.integers(0, 50), st.integers(1, 20), st.integers(0, 60))
@@ -142,18 +140,20 @@ WEIGHTS = st.lists(
 
 
 @st.composite
-def orders(draw: st.DrawFn) -> MixedOrder:
+def orders(draw: st.DrawFn) -> RowOrder:
     weights = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
-    return MixedOrder(
-        source_rows=tuple(draw(st.integers(1, 20)) for _ in weights),
-        mixture=mix_by_weight(weights),
+    source_rows = tuple(draw(st.integers(1, 20)) for _ in weights)
+    return RowOrder(
+        n_rows=sum(source_rows),
         batch_size=draw(st.integers(1, 30)),
         seed=draw(st.integers(0, 2**32 - 1)),
         shuffle=draw(st.booleans()),
+        source_rows=source_rows,
+        mixture=mix_by_weight(weights),
     )
 
 
-def rows_by_source(order: MixedOrder, count: int) -> list[list[int]]:
+def rows_by_source(order: RowOrder, count: int) -> list[list[int]]:
     """Return the first rows of a run by source, numbered from 0 in each."""
     rows = np.concatenate([order.rows(step) for step in range(-(-count // order.batch_size))])[
         :count
@@ -205,7 +205,7 @@ def test_position_is_located_without_earlier_positions(weights: list[float], pos
 
 @given(orders())
 @settings(deadline=None)
-def test_epoch_of_a_source_has_each_of_its_rows_once(order: MixedOrder):
+def test_epoch_of_a_source_has_each_of_its_rows_once(order: RowOrder):
     for rows, n_rows in zip(rows_by_source(order, 400), order.source_rows):
         for start in range(0, len(rows) - n_rows + 1, n_rows):
             assert sorted(rows[start : start + n_rows]) == list(range(n_rows))
@@ -213,14 +213,14 @@ def test_epoch_of_a_source_has_each_of_its_rows_once(order: MixedOrder):
 
 @given(orders(), st.integers(1, 30))
 @settings(deadline=None)
-def test_order_does_not_depend_on_batch_size(order: MixedOrder, batch_size: int):
+def test_order_does_not_depend_on_batch_size(order: RowOrder, batch_size: int):
     other = replace(order, batch_size=batch_size)
     assert rows_by_source(order, 200) == rows_by_source(other, 200)
 
 
 @given(orders(), st.integers(0, 10**9), st.data())
 @settings(deadline=None)
-def test_mixed_order_slices_a_step(order: MixedOrder, step: int, data: st.DataObject):
+def test_mixed_order_slices_a_step(order: RowOrder, step: int, data: st.DataObject):
     low = data.draw(st.integers(0, order.batch_size))
     high = data.draw(st.integers(low, order.batch_size))
     assert order.rows(step, low, high).tolist() == order.rows(step)[low:high].tolist()
@@ -228,7 +228,7 @@ def test_mixed_order_slices_a_step(order: MixedOrder, step: int, data: st.DataOb
 
 @given(orders(), st.integers(0, 60))
 @settings(deadline=None)
-def test_source_counts_equal_counts_of_the_rows(order: MixedOrder, steps: int):
+def test_source_counts_equal_counts_of_the_rows(order: RowOrder, steps: int):
     rows = (
         rows_by_source(order, steps * order.batch_size)
         if steps
@@ -238,7 +238,7 @@ def test_source_counts_equal_counts_of_the_rows(order: MixedOrder, steps: int):
 
 
 def test_sources_of_equal_size_have_different_orders():
-    order = MixedOrder((50, 50), mix_by_weight([1, 1]), 100, seed=3, shuffle=True)
+    order = RowOrder(100, 100, 3, True, (50, 50), mix_by_weight([1, 1]))
     first, second = rows_by_source(order, 100)
     assert first != second
     unshuffled = replace(order, shuffle=False)
@@ -300,11 +300,11 @@ def make_runs(batch_size: int = BATCH_SIZE) -> dict[str, Run]:
     parts = {"a": blocks(2, 60), "b": blocks(3, 400)}
     source_rows = tuple(part.n_rows for part in parts.values())
     return {
-        "concatenate": Run(concatenated, SampleOrder(concatenated.n_rows, batch_size, 5, True)),
-        "documents": Run(documents, SampleOrder(documents.n_rows, batch_size, 5, True)),
+        "concatenate": Run(concatenated, RowOrder(concatenated.n_rows, batch_size, 5, True)),
+        "documents": Run(documents, RowOrder(documents.n_rows, batch_size, 5, True)),
         "mixture": Run(
             ConcatenatedDataset(parts),
-            MixedOrder(source_rows, mix_by_weight([3, 1]), batch_size, seed=5, shuffle=True),
+            RowOrder(sum(source_rows), batch_size, 5, True, source_rows, mix_by_weight([3, 1])),
         ),
     }
 
@@ -426,7 +426,7 @@ def test_share_sizes_differ_by_at_most_one_row():
 
 def test_thousand_processes_share_a_batch():
     dataset = blocks(0, 400)
-    order = SampleOrder(dataset.n_rows, 1000, 5, True)
+    order = RowOrder(dataset.n_rows, 1000, 5, True)
     run = Run(dataset, order)
     shares = [run.open(process, 1000, start=7) for process in range(1000)]
     batch = join_shares([next(share) for share in shares])

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from prepcli.core.errors import PrepError
 from tests.helpers.corpus import EOS, change, encode, make_config, make_tokenizer, tokenize_quietly
 from tests.trainer.data.test_packing import make_tokens
-from trainer.data.order import SampleOrder
+from trainer.data.order import RowOrder
 from trainer.data.packing import split_holdout
 from trainer.data.seq2seq import (
     SpanCorruptionDataset,
@@ -327,7 +327,7 @@ def test_all_tokens_are_noise_equally_often_but_near_the_ends():
 
 
 def test_epochs_of_a_step_match_its_rows():
-    order = SampleOrder(n_rows=5, batch_size=4, seed=0, shuffle=False)
+    order = RowOrder(n_rows=5, batch_size=4, seed=0, shuffle=False)
     assert [order.epochs(step).tolist() for step in range(3)] == [
         [0] * 4,
         [0, 1, 1, 1],

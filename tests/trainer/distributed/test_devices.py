@@ -33,6 +33,7 @@ from tests.helpers.tpu_devices import FakeTpu, make_tpu_devices
 from trainer.distributed import devices
 from trainer.distributed.compilation import CompileWatch, run_compile_process
 from trainer.distributed.devices import PLATFORM_HINT, all_devices, local_devices, tpu_devices
+from trainer.distributed.processes import CALLBACK, CLIENT_FACTORY
 from trainer.distributed.sharding import (
     ShardingContext,
     arrange_devices,
@@ -41,7 +42,6 @@ from trainer.distributed.sharding import (
     local_device_sharding,
     make_sharding_context,
 )
-from trainer.distributed.start import CALLBACK, CLIENT_FACTORY
 from trainer.planning.step_time import ACCELERATORS
 from trainer.recipe import load_recipe
 

@@ -21,7 +21,7 @@ from prepcli.models.mesh import parse_mesh
 from tests.helpers import runs
 from tests.helpers.meshes import error_of
 from trainer.distributed import leaf_slices
-from trainer.distributed.exact_sums import fixed_order_psum, square_sums, sum_in_tree
+from trainer.distributed.exact_reduction import fixed_order_psum, square_sums, sum_in_tree
 from trainer.distributed.leaf_slices import (
     SlicePlan,
     exchange_is_faster,

@@ -25,8 +25,8 @@ from tests.helpers.thread_groups import ThreadGroup, run_group, run_together
 from tests.helpers.waiting import MAX_S
 from trainer.distributed import agreement
 from trainer.distributed.agreement import check_agreement
+from trainer.distributed.processes import ConnectionBrokenError, check_coordinator_host
 from trainer.distributed.rendezvous import index_ranges, meet_processes, process_place
-from trainer.distributed.start import ConnectionBrokenError, check_coordinator_host
 from trainer.distributed.watchdog import (
     INTERVAL_S,
     Heartbeat,
@@ -42,8 +42,8 @@ from trainer.distributed.watchdog import (
 CONNECTED = """
 import sys
 import jax
-from trainer.distributed.start import CoordinatedProcesses
-from trainer.distributed.start import start_processes
+from trainer.distributed.processes import CoordinatedProcesses
+from trainer.distributed.processes import start_processes
 from prepcli.core.errors import PrepError
 from prepcli.core.process_address import ProcessAddress
 
@@ -63,7 +63,7 @@ except PrepError as error:
 TWICE = """
 import sys
 import jax
-from trainer.distributed.start import start_processes
+from trainer.distributed.processes import start_processes
 from prepcli.core.errors import PrepError
 from prepcli.core.process_address import ProcessAddress
 

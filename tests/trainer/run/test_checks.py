@@ -27,7 +27,7 @@ from tests.helpers.runs import make_job, make_setup
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS
 from tests.helpers.tiny_configs import LLAMA, MIXTRAL, T5
 from trainer.data.files import DataFile
-from trainer.data.find_files import RemoteFiles
+from trainer.data.find_files import DataFinder
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
 from trainer.nn.model_spec import build_model
 from trainer.planning.model_shapes import model_of_config
@@ -153,7 +153,7 @@ def test_dataset_with_holdout_may_have_a_configuration(part: str):
     recipe = load_test_recipe(f"data.path={hub}", part, "data.holdout=0.1", "data.type=json")
     file = DataFile(f"{hub}/a.jsonl", 3, "digest", lambda: io.BytesIO(b"{}\n"))
     remote = SimpleNamespace(find=lambda url, accepts, selection: [file])
-    check_inputs(recipe, cast(RemoteFiles, remote))
+    check_inputs(recipe, cast(DataFinder, remote))
     check_inputs(recipe, may_be_absent=True)
 
 

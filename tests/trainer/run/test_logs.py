@@ -21,8 +21,7 @@ from trainer.run.run_record import (
     RunMetrics,
     RunningCurve,
 )
-from trainer.training.logs import MetricsLog
-from trainer.training.metrics import METRICS_FILE, read_metrics
+from trainer.training.metrics import METRICS_FILE, MetricsLog, read_metrics
 
 # The receivers of a run's metrics: their checks, and the end of a run that fails.
 

@@ -98,7 +98,7 @@ def test_eval_loss_equals_transformers(work_dir: Path, capsys: pytest.CaptureFix
 # The process sends the signal to itself: another one could be too late for the few steps.
 TRAIN_UNTIL_A_SIGNAL = f"""
 import os, signal
-from trainer.training.logs import MetricsWriter
+from trainer.training.metrics import MetricsWriter
 write = MetricsWriter.write
 
 def write_and_signal(self, line):

@@ -29,9 +29,8 @@ from tests.helpers.train_runs import set_keys, train_json
 from tests.helpers.training_folder import RECIPE, WORDS, make_training_folder
 from trainer.data.dataset_layout import WHOLE, Selection
 from trainer.data.files import DataFile, check_not_empty
-from trainer.data.find_files import find_data_files
+from trainer.data.find_files import DataFinder, find_data_files
 from trainer.data.store import read_meta
-from trainer.run.recipe_data import DataFinder
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 # Data files of buckets and of the hub, on loopback servers.
@@ -173,7 +172,7 @@ REPO = FakeRepo({"README.md": README, "x/a.jsonl": LINES, "x/b.jsonl": LINES, "y
 
 SCRIPT = """
 import json, sys
-from trainer.run.recipe_data import DataFinder
+from trainer.data.find_files import DataFinder
 from prepcli.core.errors import PrepError
 from prepcli.sources.locate import Access
 from trainer.data.files import check_not_empty

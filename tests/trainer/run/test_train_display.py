@@ -24,9 +24,7 @@ from prepcli.core.observer import Line
 from tests.helpers.screen import Screen
 from tests.helpers.train_runs import set_keys
 from trainer.run.display import LineDisplay, LiveDisplay, RunStatus, sparkline, status_lines
-from trainer.training.evaluation import EvaluationResult
-from trainer.training.logs import StepLine
-from trainer.training.samples import Sample
+from trainer.training.metrics import EvaluationResult, Sample, StepLine
 
 # The display of a training run: lines for logs, and a view that is redrawn in place.
 

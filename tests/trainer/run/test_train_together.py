@@ -30,12 +30,14 @@ from tests.helpers.processes import finish, start_processes
 from tests.helpers.run_cli import run_failing
 from tests.helpers.train_runs import set_keys
 from tests.helpers.training_folder import make_training_folder
-from trainer.distributed import agreement, start
+from tests.prepcli.execution.test_interleavings import processes
+from trainer.distributed import agreement
 from trainer.distributed.watchdog import JobEnd
 from trainer.recipe import load_recipe
 from trainer.recipe.tables import Cluster
 from trainer.run.resume import changed_keys
 from trainer.run.run import (
+    TrainSettings,
     _job_error,
     compare_settings,
     compare_start,
@@ -304,7 +306,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         return SingleProcess()
 
     monkeypatch.setattr(agreement, "check_agreement", check_agreement)
-    monkeypatch.setattr(start, "start_processes", start_processes)
+    monkeypatch.setattr(processes, "start_processes", start_processes)
     return all_facts
 
 
@@ -318,7 +320,7 @@ def test_compare_settings_compares_versions_and_recipe(compared: dict[str, str])
     )
     recipe = load_recipe(path, settings).recipe
     group, ui = connect_processes(recipe), open_ui("train", as_json=False, quiet=True, verbose=0)
-    compare_settings(group, recipe, {"restart": True}, ui)
+    compare_settings(group, recipe, TrainSettings(path, restart=True), ui)
     assert {"python", "prepcli", "jax", "jaxlib", "seed", "train.steps"} <= compared.keys()
     assert compared["optimizer.lr"] == "0.5"
     assert compared["restart"] == "True"

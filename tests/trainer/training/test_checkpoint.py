@@ -21,7 +21,7 @@ from prepcli.core.errors import PrepError
 from tests.helpers import runs
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.slow_cases import slow_except
-from trainer.data.order import SampleOrder, eval_batches
+from trainer.data.order import RowOrder, eval_batches
 from trainer.data.packing import PackedDataset
 from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.store import MappedTokens
@@ -446,7 +446,7 @@ def test_load_batch_returns_rows_of_step(mesh: str):
 @pytest.mark.parametrize("mesh", ["", "2,2,2"])
 def test_load_batch_returns_source_and_target_of_step(mesh: str):
     """Sources and targets have different lengths."""
-    setup, rows = runs.make_setup(mesh=mesh), SampleOrder(20, 8, 1, True).rows(2)
+    setup, rows = runs.make_setup(mesh=mesh), RowOrder(20, 8, 1, True).rows(2)
     ids, ends = np.arange(200, dtype="<u2") % 131, np.arange(5, 201, 5, dtype="<u8")
     dataset = seq2seq_dataset(MappedTokens(ids, ends, "x", 4), 7, decoder_start_id=0, eos_id=1)
     expected, batch = dataset.get_batch(rows), feed.load_batch(dataset, rows, setup.sharding)

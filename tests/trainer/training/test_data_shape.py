@@ -13,12 +13,12 @@ import pytest
 from prepcli.core.errors import PrepError
 from tests.trainer.data.test_chat_turns import STOPS
 from trainer.data.chat_template import ChatTemplate
+from trainer.data.columns import find_data_shape
 from trainer.data.examples import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.readers.reader import Record
 from trainer.recipe.data_table import Data
 from trainer.recipe.text_fields import CHAT_FORMATS
-from trainer.training.source_datasets import find_data_shape
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"

@@ -26,13 +26,12 @@ from trainer.data import shards
 from trainer.data.examples import IdentityChange
 from trainer.data.packing import ConcatenatedDataset
 from trainer.data.store import DamagedStoreError
-from trainer.data.tokenize import open_tokens, tokenize_files, tokenize_share
+from trainer.data.tokenize import open_tokens, tokenize_files, tokenize_in_group, tokenize_share
 from trainer.data.tokenize_config import RecordedTokens, TokenizeConfig
 from trainer.distributed import agreement
 from trainer.nn.model_spec import build_model
 from trainer.recipe import load_recipe
-from trainer.training.datasets import Datasets, build_datasets
-from trainer.training.source_datasets import make_order, tokenize_in_group, tokens_by_source
+from trainer.training.datasets import DatasetBuilder, Datasets, make_order, tokens_by_source
 
 # Datasets of a recipe: settings that a model cannot follow are errors, the others reach the batches.
 
@@ -79,14 +78,15 @@ def load_datasets(
     (folder / "x.toml").write_text(RECIPE.replace("{folder}", str(folder)))
     config = {**config, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 304, **changes}
     model = build_model(family_of(config), config, is_tied=False)
-    return build_datasets(
+    return DatasetBuilder(
         load_recipe(folder / "x.toml", overrides).recipe,
         model,
         model_config=config,
-        folders={"tokenizer": make_tokenizer(folder / "tokenizer.json"), "cache": folder / "cache"},
+        tokenizer=make_tokenizer(folder / "tokenizer.json"),
+        cache=folder / "cache",
         progress=lambda *counts: None,
         note=note,
-    )
+    ).build()
 
 
 def read_tokens(datasets: Datasets) -> tuple[list[int], list[float]]:
@@ -302,14 +302,15 @@ def source_load_datasets(
     (folder / "x.toml").write_text(text)
     config = {**LLAMA, "eos_token_id": 2, "vocab_size": 304}
     notes: list[str] = []
-    datasets = build_datasets(
+    datasets = DatasetBuilder(
         load_recipe(folder / "x.toml").recipe,
         build_model(family_of(config), config, is_tied=False),
         model_config=config,
-        folders={"tokenizer": make_tokenizer(folder / "tokenizer.json"), "cache": folder / "cache"},
+        tokenizer=make_tokenizer(folder / "tokenizer.json"),
+        cache=folder / "cache",
         progress=lambda *counts: None,
         note=notes.append,
-    )
+    ).build()
     return datasets, notes
 
 

@@ -31,7 +31,6 @@ from trainer.nn.model_spec import AttentionOptions
 from trainer.training import feed
 from trainer.training.eval_metrics import TokenFunctions, function_name
 from trainer.training.evaluation import (
-    EvaluationResult,
     combine_results,
     evaluate,
     jit_eval_step,
@@ -39,9 +38,8 @@ from trainer.training.evaluation import (
     jit_row_eval_step,
 )
 from trainer.training.feed import place_batch
-from trainer.training.logs import MetricsFileLog
 from trainer.training.loop import Loop
-from trainer.training.metrics import METRICS_FILE
+from trainer.training.metrics import METRICS_FILE, EvaluationResult, MetricsFileLog
 from trainer.training.step import StepSetup, TrainState, leaf_name
 
 # Evaluation without a loop: against the sums of each row, for any batch size, limit and mesh.

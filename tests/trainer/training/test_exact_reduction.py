@@ -19,9 +19,8 @@ from tests.helpers import runs
 from tests.helpers.optimizers import make_optimizer
 from trainer.distributed.sharding import make_sharding_context
 from trainer.nn.model_spec import AttentionOptions
-from trainer.training.logs import MetricsFileLog
 from trainer.training.loop import Loop
-from trainer.training.metrics import METRICS_FILE
+from trainer.training.metrics import METRICS_FILE, MetricsFileLog
 from trainer.training.optimizers import Optimizer
 from trainer.training.step import StepSetup
 

@@ -19,10 +19,9 @@ from tests.helpers.slow_cases import slow_except
 from trainer.nn.model_spec import AttentionOptions
 from trainer.training import loop
 from trainer.training.checkpoint import restore_state
-from trainer.training.logs import MetricsFileLog
+from trainer.training.events import LoopConfig
 from trainer.training.loop import Loop
-from trainer.training.metrics import METRICS_FILE, read_metrics
-from trainer.training.setup import LoopConfig
+from trainer.training.metrics import METRICS_FILE, MetricsFileLog, read_metrics
 from trainer.training.step import TrainState
 
 STEPS = 20

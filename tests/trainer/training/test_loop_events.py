@@ -27,16 +27,15 @@ from trainer.training.checkpoint import count_changed_values, restore_state
 from trainer.training.events import (
     NO_MISSING_EVENTS,
     EventTimes,
+    LoopConfig,
     MissingEvents,
     StepProfiler,
     is_due,
     num_due,
 )
-from trainer.training.logs import MetricsFileLog, SamplesFileLog
 from trainer.training.loop import Loop
-from trainer.training.metrics import METRICS_FILE, read_metrics
+from trainer.training.metrics import METRICS_FILE, MetricsFileLog, SamplesFileLog, read_metrics
 from trainer.training.samples import Sampler
-from trainer.training.setup import LoopConfig
 
 # Events between the steps of a loop: saves by epochs, milestones, the best step, casts and profiles.
 

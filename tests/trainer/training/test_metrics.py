@@ -20,13 +20,13 @@ from trainer.distributed.sharding import ShardingContext, peak_memory_nbytes
 from trainer.nn.model_spec import build_model
 from trainer.planning.step_time import ACCELERATORS, JAX_KINDS, accelerator_of
 from trainer.training.events import StepTimer
-from trainer.training.logs import step_line
 from trainer.training.metrics import (
     MetricsWriter,
     metrics_file_name,
     read_metrics,
     remove_other_metrics,
     repeated_lines,
+    step_line,
 )
 from trainer.training.setup import peak_step_s
 

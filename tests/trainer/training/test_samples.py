@@ -17,9 +17,8 @@ from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import AttentionOptions
 from trainer.recipe import load_recipe
-from trainer.training.logs import MetricsFileLog, SamplesFileLog, sample_line
 from trainer.training.loop import Loop
-from trainer.training.metrics import read_metrics
+from trainer.training.metrics import MetricsFileLog, SamplesFileLog, read_metrics, sample_line
 from trainer.training.samples import Sampler, build_sampler
 from trainer.training.step import StepSetup
 

@@ -28,12 +28,13 @@ from tests.trainer.planning.test_memory_estimate import llama
 from tests.trainer.run.test_checks import RECIPE
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
 from trainer.nn.model_spec import AttentionOptions, ForwardConfig, build_model, model_from_manifest
+from trainer.planning.model_shapes import override_config
 from trainer.planning.step_inputs import attention_needs
 from trainer.recipe import Recipe, load_recipe
 from trainer.training import setup as step_setup
 from trainer.training.compiled_plan import compile_plan, compiled_plan
 from trainer.training.feed import batch_shapes
-from trainer.training.setup import build_step_setup, choose_kernel, first_correct, override_config
+from trainer.training.setup import build_step_setup, choose_kernel, first_correct
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 

@@ -18,7 +18,7 @@ from prepcli.models.mesh import parse_mesh
 from tests.helpers import runs
 from tests.helpers.optimizers import compile_step, take_steps
 from tests.helpers.slow_cases import slow_except
-from trainer.data.order import SampleOrder
+from trainer.data.order import RowOrder
 from trainer.data.packing import DocumentDataset, document_dataset
 from trainer.distributed.sharding import make_sharding_context
 from trainer.nn.lm_head import LossTerms
@@ -434,7 +434,7 @@ def make_setup(mesh: str, accumulate: int, num_shards: int) -> StepSetup:
 def packed_train_losses(setup: StepSetup) -> list[float]:
     """Run steps; return the summed loss of each."""
     dataset, state = make_dataset(), runs.make_state(setup)
-    order = SampleOrder(dataset.n_rows, ROWS, seed=1, shuffle=True)
+    order = RowOrder(dataset.n_rows, ROWS, seed=1, shuffle=True)
     step, losses = jit_train_step(setup), []
     for number in range(PACKED_STEPS):
         state, metrics = step(state, feed.load_batch(dataset, order.rows(number), setup.sharding))

@@ -163,17 +163,11 @@ OFFSET_DTYPE = np.dtype("<i8")
 
 @dataclass(frozen=True, slots=True)
 class MegatronIndex:
-    """The header of an `.idx` file.
+    """The header of an `.idx` file."""
 
-    Attributes:
-        dtype: Dtype of the ids.
-        n_sequences: Number of sequences.
-        n_bounds: Number of document bounds, one more than there are documents.
-    """
-
-    dtype: np.dtype[Any]
-    n_sequences: int
-    n_bounds: int
+    dtype: np.dtype[Any]  # Dtype of the ids
+    n_sequences: int  # Number of sequences
+    n_bounds: int  # Number of document bounds, one more than there are documents
 
     @property
     def offsets_at(self) -> int:

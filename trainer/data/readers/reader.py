@@ -97,55 +97,33 @@ BYTE_ORDER_MARK = "\ufeff"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row of a data file with columns, such as a line of JSON.
+    """A row of a data file with columns, such as a line of JSON."""
 
-    Attributes:
-        values: Value of each column, not checked.
-        place: File and line, for error messages: `train.jsonl:7`.
-        nbytes: Its bytes in the file. Progress reports add them up.
-    """
-
-    values: Mapping[str, object]
-    place: str
-    nbytes: int
+    values: Mapping[str, object]  # Value of each column, not checked
+    place: str  # File and line, for error messages: `train.jsonl:7`
+    nbytes: int  # Its bytes in the file. Progress reports add them up.
 
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """A separately tokenized text: a document of a file without columns, or a part of one.
+    """A separately tokenized text: a document of a file without columns, or a part of one."""
 
-    Attributes:
-        text: The text.
-        nbytes: Its bytes in the file. Progress reports add them up.
-        starts_document: Whether it is the start of its document.
-        ends_document: Whether it is the end of its document.
-    """
-
-    text: str
-    nbytes: int
-    starts_document: bool
-    ends_document: bool
+    text: str  # The text
+    nbytes: int  # Its bytes in the file. Progress reports add them up.
+    starts_document: bool  # Whether it is the start of its document
+    ends_document: bool  # Whether it is the end of its document
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IdsChunk:
-    """Token ids of a previously tokenized data file.
+    """Token ids of a previously tokenized data file."""
 
-    Attributes:
-        ids: Ids of a part of the file, any integer dtype.
-        file: Name of the file, for error messages.
-        first: Position of the first id in the file.
-        nbytes: Its bytes in the file. Progress reports add them up.
-        ends_document: Whether a document ends with it.
-        ends_at_eos: Whether a document also ends after each end-of-sequence token in it.
-    """
-
-    ids: npt.NDArray[np.integer[Any]]
-    file: str
-    first: int
-    nbytes: int
-    ends_document: bool
-    ends_at_eos: bool = True
+    ids: npt.NDArray[np.integer[Any]]  # Ids of a part of the file, any integer dtype
+    file: str  # Name of the file, for error messages
+    first: int  # Position of the first id in the file
+    nbytes: int  # Its bytes in the file. Progress reports add them up.
+    ends_document: bool  # Whether a document ends with it
+    ends_at_eos: bool = True  # Whether a document also ends after each end-of-sequence token in it
 
 
 DataPiece: TypeAlias = Record | TextChunk
@@ -159,18 +137,14 @@ def raise_error(error: PrepError) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Settings of a reader.
+    """Settings of a reader."""
 
-    Attributes:
-        on_error: Called with the error of an invalid record. If it returns, the record is skipped.
-        ids_dtype: Dtype of ids in files without a recorded dtype.
-        max_document_nbytes: Maximum bytes of a line, a row or a value.
-        start: Byte of the file. What ends before it is not needed, and a reader may skip it unparsed.
-    """
-
+    # Called with the error of an invalid record. If it returns, the record is skipped.
     on_error: ErrorHandler = raise_error
-    ids_dtype: str = DEFAULT_IDS_DTYPE
+    ids_dtype: str = DEFAULT_IDS_DTYPE  # Dtype of ids in files without a recorded dtype
+    # Maximum bytes of a line, a row or a value
     max_document_nbytes: int = DEFAULT_MAX_DOCUMENT_NBYTES
+    # Byte of the file. What ends before it is not needed, and a reader may skip it unparsed.
     start: int = 0
 
 
@@ -181,24 +155,17 @@ ReadFunction: TypeAlias = Callable[[DataFile, ReadOptions], Pieces]
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Function to read data files of one type, and their suffixes.
+    """Function to read data files of one type, and their suffixes."""
 
-    Attributes:
-        suffixes: Suffixes of the files to read from folders.
-        read_file: Reads a file, see `read`.
-        other_suffixes: More suffixes for files named in the recipe, outside of folders.
-        is_compressible: Whether files may be compressed as a whole, with a suffix more.
-        is_divisible: Whether the bytes of its results do not depend on settings, so that a file can be divided.
-        has_ids: Whether files have token ids instead of texts.
-        companion_suffix: Suffix of a second file with the rest of the content, in the same folder.
-    """
-
-    suffixes: tuple[str, ...]
-    read_file: ReadFunction
+    suffixes: tuple[str, ...]  # Suffixes of the files to read from folders
+    read_file: ReadFunction  # Reads a file, see `read`
+    # More suffixes for files named in the recipe, outside of folders
     other_suffixes: tuple[str, ...] = ()
-    is_compressible: bool = False
+    is_compressible: bool = False  # Whether files may be compressed as a whole, with a suffix more
+    # Whether the bytes of its results do not depend on settings, so that a file can be divided
     is_divisible: bool = False
-    has_ids: bool = False
+    has_ids: bool = False  # Whether files have token ids instead of texts
+    # Suffix of a second file with the rest of the content, in the same folder
     companion_suffix: str = ""
 
     def read(self, file: DataFile, options: ReadOptions = DEFAULT_OPTIONS) -> Pieces:
@@ -302,19 +269,12 @@ SKIP_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The text of a record: a line of a file, or an element of a list.
+    """The text of a record: a line of a file, or an element of a list."""
 
-    Attributes:
-        content: Its bytes. A line has its line feed. Empty if it is too long.
-        start: Offset of the content in the file.
-        nbytes: Bytes of the file that count for it.
-        is_too_long: Whether it is longer than the limit.
-    """
-
-    content: bytes
-    start: int
-    nbytes: int
-    is_too_long: bool = False
+    content: bytes  # Its bytes. A line has its line feed. Empty if it is too long.
+    start: int  # Offset of the content in the file
+    nbytes: int  # Bytes of the file that count for it
+    is_too_long: bool = False  # Whether it is longer than the limit
 
 
 def read_lines(stream: BinaryIO, max_nbytes: int) -> Iterator[Line]:

@@ -170,10 +170,7 @@ def attend_in_tiles(
 
 
 def _pad_labels(labels: Labels, pad: Callable[..., Array], padding_id: int) -> Labels:
-    """Add a row axis to all labels and append padding.
-
-    A padding key is not valid, so that no query sees it.
-    """
+    """Add a row axis to all labels and append padding. A padding key is not valid, so that no query sees it."""
     return Labels(
         _pad_label(labels.positions, pad, padding_id),
         _pad_label(labels.segment_ids, pad, padding_id),
@@ -459,10 +456,8 @@ def _head_major(x: Array, token_axis: int = 2) -> Array:
 def _masked_scores(
     config: TileConfig, queries: Array, keys: Array, bias_table: Array | None, mask: AttentionMask
 ) -> tuple[Array, Array]:
-    """Compute the scores of a tile, float32 [B, K, G, t, s], and their derivative by the dot products of q and k.
-
-    Scores of keys that are not visible are -inf.
-    """
+    """Compute the scores of a tile, float32 [B, K, G, t, s], and their derivative by the dot products of q and k."""
+    # Scores of keys that are not visible are -inf.
     assert mask.layer_score_scale is not None
     scale = config.scale * mask.layer_score_scale
     scores = _einsum("bkgte,bkse->bkgts", queries, keys) * scale

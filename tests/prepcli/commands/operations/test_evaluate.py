@@ -26,7 +26,7 @@ from tests.helpers.run_cli import Capture, MonkeyPatch, error_lines, run_json, r
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
-from trainer.distributed import exact_sums
+from trainer.distributed import exact_reduction
 from trainer.recipe import Recipe
 from trainer.recipe.tables import KEY_SCHEMAS
 
@@ -36,7 +36,7 @@ LENGTH = 16
 @pytest.fixture(autouse=True)
 def exact_process(monkeypatch: MonkeyPatch) -> None:
     """Allow exact results in this process. `test_exact_processes` tests the refusal after another use of JAX."""
-    monkeypatch.setattr(exact_sums, "fuses_multiply_add", lambda: False)
+    monkeypatch.setattr(exact_reduction, "fuses_multiply_add", lambda: False)
 
 
 def write_text(path: str, num_words: int, seed: int) -> None:

@@ -27,8 +27,8 @@ from tests.helpers.fork_server import ForkedProcess, start_python
 from tests.helpers.run_cli import MonkeyPatch
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, make_training_folder, write_tokenizer
-from trainer.distributed import exact_sums
-from trainer.distributed.exact_sums import WITHOUT_FUSED
+from trainer.distributed import exact_reduction
+from trainer.distributed.exact_reduction import WITHOUT_FUSED
 from trainer.nn import transformer
 from trainer.nn.model_spec import ForwardConfig
 from trainer.training import evaluation
@@ -55,7 +55,7 @@ def words(ids: list[int]) -> str:
 @pytest.fixture(autouse=True)
 def exact_process(monkeypatch: MonkeyPatch) -> None:
     """Allow exact results in this process. `test_exact_processes` tests the refusal after another use of JAX."""
-    monkeypatch.setattr(exact_sums, "fuses_multiply_add", lambda: False)
+    monkeypatch.setattr(exact_reduction, "fuses_multiply_add", lambda: False)
 
 
 @pytest.fixture(scope="module")

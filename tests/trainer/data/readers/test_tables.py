@@ -31,7 +31,7 @@ from tests.trainer.data.chat_templates import LAST_REASONS
 from tests.trainer.data.test_chat import write_tokenizer
 from trainer.data.chat_template import load_chat_template
 from trainer.data.files import hash_file
-from trainer.data.readers import READERS, tables
+from trainer.data.readers import READERS, table_files
 from trainer.data.readers.reader import ReadOptions, Record
 from trainer.data.store import DOCUMENTS_FILE, TOKENS_FILE, WEIGHTS_FILE, read_meta
 from trainer.data.table_batches import UnsupportedTypeError, values_nbytes
@@ -488,7 +488,7 @@ def test_rows_of_one_dictionary_are_read_in_bounded_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """100 MB of texts, decoded with 32 MiB for a part and 8 rows."""
-    monkeypatch.setattr(tables, "DECODING_NBYTES", 32 << 20)
+    monkeypatch.setattr(table_files, "DECODING_NBYTES", 32 << 20)
     texts = pa.DictionaryArray.from_arrays(
         pa.array([0] * 100, pa.int32()), pa.array(["a" * 1_000_000])
     )
@@ -502,7 +502,7 @@ def test_rows_of_one_dictionary_are_read_in_bounded_parts(
 def test_page_over_the_memory_limit_is_refused(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(tables, "DECODING_NBYTES", 32 << 20)
+    monkeypatch.setattr(table_files, "DECODING_NBYTES", 32 << 20)
     batch = pa.RecordBatch.from_arrays([pa.array(["a" * 60_000_000])], names=["text"])
     path = tmp_path / f"a.{suffix}"
     data = (
@@ -528,7 +528,7 @@ def test_end_of_the_process_between_two_parts_is_an_error(
             super().__init__(*args, **options)
             boxes.append(self)
 
-    monkeypatch.setattr(tables, "Sandbox", KeptSandbox)
+    monkeypatch.setattr(table_files, "Sandbox", KeptSandbox)
     path = tmp_path / "a.arrow"
     batch = pa.RecordBatch.from_arrays([pa.array(["a" * 3_000_000] * 4)], names=["text"])
     path.write_bytes(stream_bytes(batch))

@@ -295,10 +295,8 @@ def start_processes(
 def _initialize_jax(
     address: ProcessAddress | None, *, start_timeout_s: float, heartbeat_timeout_s: float
 ) -> dict[int, str]:
-    """Initialize `jax.distributed`, and return the places of processes from `meet_processes`.
-
-    On a TPU pod without an address, JAX finds the processes itself, and no places are known.
-    """
+    """Initialize `jax.distributed`, and return the places of processes from `meet_processes`."""
+    # On a TPU pod without an address, JAX finds the processes itself, and no places are known.
     heartbeat_timeout_seconds = math.ceil(heartbeat_timeout_s * JAX_TIMEOUT_FACTOR)
     shutdown_timeout_seconds = math.ceil(heartbeat_timeout_s)
     if address is None:
