@@ -115,7 +115,6 @@ class OpenedConversion:
         source = self.source
         command = f"{self.command} {arguments}".rstrip()
         line = format_command_line(command, source.display_name, options, recorded_values(values))
-        check_recorded_names([line])
         plan = make_plan(draft, placed, command=self.command, request=line, name=name)
         plan = self._with_origin(plan)
         check_index_size(plan)
@@ -426,7 +425,8 @@ def check_output_paths(plan: Plan) -> None:
     bucket) joins only paths that follow from the plan, so that one check of the plan covers all of them.
 
     Raises:
-        UsageError: The storage makes a folder of the name of a leaf, and the name cannot be one.
+        UsageError: The storage makes a folder of the name of a leaf, and the name cannot be one. Or a path in the
+            command line is not UTF-8.
         PrepError: The path of another file leaves the output, or has the place of another one.
     """
     if plan.storage.has_chunk_files:
@@ -441,6 +441,8 @@ def check_output_paths(plan: Plan) -> None:
                     f"each array is a folder of its name, and {fault}",
                     text("{} has no such limit", Option("storage", "ocdbt")),
                 )
+    # The command line has the paths of other inputs, e.g. of a map.
+    check_recorded_names([plan.request])
     paths: list[tuple[str, ...]] = []
     for path in _planned_paths(plan):
         parts = tuple(path.split("/"))

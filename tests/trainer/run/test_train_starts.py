@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +245,7 @@ def random_dir(work_dir: Path) -> Path:
     return work_dir
 
 
-def export_run(recipe_options: tuple[str, ...], out: str) -> dict[str, np.ndarray]:
+def export_run(recipe_options: Sequence[str], out: str) -> dict[str, np.ndarray]:
     run_ok("train", "recipe.toml", "--out", f"run-{out}", *recipe_options)
     run_ok("export", f"run-{out}", "--out", out)
     return read_tensors(Path(out))
@@ -320,9 +320,9 @@ def test_random_start_without_a_tokenizer_names_the_key(
 def test_steps_have_the_tokenizer_file_of_the_recipe_only(tmp_path: Path, name: str, stored: str):
     for file in (name, "tokenizer.json", "tokenizer.model", "chat_template.jinja"):
         (tmp_path / file).write_text(file)
-    make_checkpoint(tmp_path / "tiny", LLAMA)
+    make_checkpoint(tmp_path / "llama", LLAMA)
     (tmp_path / "recipe.toml").write_text(RANDOM)
-    overrides = [f"model.config={tmp_path}/tiny", f"data.tokenizer={tmp_path}/{name}"]
+    overrides = [f"model.config={tmp_path}/llama", f"data.tokenizer={tmp_path}/{name}"]
     start = random_start(
         load_recipe(tmp_path / "recipe.toml", overrides).recipe, parse_mesh("1,1,1"), ()
     )
