@@ -11,6 +11,7 @@ import pytest
 
 from prepcli.core.errors import PrepError
 from prepcli.engine.background_sync import SYNC_INTERVAL_S, BackgroundSync, SyncPoint, UnitPart
+from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import Files
 from tests.helpers.waiting import MAX_S
 
@@ -69,7 +70,7 @@ def test_sync_records_points_once_they_are_durable():
     points: list[SyncPoint] = []
     sync = make_sync(sink, Clock(), points.append)
     sink.may_sync.clear()
-    first = SyncPoint((5,), UnitPart(6, {0: "a"}))
+    first = SyncPoint((5,), UnitPart(6, {0: StreamDigest("a", "a")}))
     sync.submit(first)
     assert not points
     sink.may_sync.set()

@@ -293,7 +293,8 @@ def test_other_values_of_a_durable_stream_are_an_error(tmp_path):
     whole = (flat("float32", (6, 4)),)
     true_rows = Stream("t", "float32", (6, 4), (0, 4), whole, whole)
     padding = Stream("t", "float32", (6, 4), (4, 6), (), whole, (Fill("mean"),))
-    durable = {0: xxhash.xxh3_128_hexdigest(b"\1" * 64)}
+    digest = xxhash.xxh3_128_hexdigest(b"\1" * 64)
+    durable = {0: StreamDigest(digest, digest)}
     with (
         Files([tmp_path / "source"]) as reader,
         Files([tmp_path / "out"], [6 * 16]) as sink,

@@ -19,6 +19,7 @@ import zstandard
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
 from prepcli.engine.budget import MAX_BUFFERS
+from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import PipelineUnit
 from prepcli.execution import folder_run, packed_folder_run
@@ -316,7 +317,7 @@ def test_output_changed_before_the_publication_is_an_error(
 ):
     expected = sources.expected(COMMAND)
 
-    def truncate(self: PackedFolderRun, digests: Mapping[int, str]) -> None:
+    def truncate(self: PackedFolderRun, digests: Mapping[int, StreamDigest]) -> None:
         truncate_file(output_files(Path("out.partial"))[0])
         real_check(self, digests)
 

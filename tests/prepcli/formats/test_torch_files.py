@@ -163,7 +163,7 @@ def test_paths_of_python_3_13_beside_tensors_are_read(
 ) -> None:
     torch = pytest.importorskip("torch")
     module = types.ModuleType("pathlib._local")
-    module.PosixPath = PosixPath
+    monkeypatch.setattr(module, "PosixPath", PosixPath, raising=False)
     monkeypatch.setitem(sys.modules, "pathlib._local", module)
     monkeypatch.setattr(PosixPath, "__module__", "pathlib._local")
     torch.save({"a": torch.ones(2), "out": PosixPath("/x/y")}, tmp_path / "x.bin")

@@ -18,7 +18,6 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK
 from prepcli.models.param_tree import flatten_tree
 from prepcli.models.registry import FAMILIES
-from prepcli.planning.libraries import Case
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.locate import locate
 from prepcli.sources.openers.peft_settings import read_adapter_family
@@ -339,7 +338,7 @@ def test_adapter_of_peft_with_an_embedding_that_it_does_not_tie_is_an_error(
 ):
     """PEFT ties `embed_tokens` alone. It warns, and trains only the embedding of GPT-2."""
     settings = {"modules_to_save": ["wte"], "ensure_weight_tying": True, "fan_in_fan_out": True}
-    make_peft_adapter(Case(GPT2, "", {"target_modules": ["c_attn"], **settings}))
+    make_peft_adapter(SettingsCase(GPT2, "", {"target_modules": ["c_attn"], **settings}))
     assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
     assert "a trained embedding without its head is not supported" in capsys.readouterr().err
 

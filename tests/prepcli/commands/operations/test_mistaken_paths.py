@@ -15,11 +15,11 @@ import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, USAGE
 from prepcli.engine.pipeline import Pipeline
+from tests.helpers.adapters import make_adapter
 from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.trainer_checkpoints import make_trainer_checkpoint
-from tests.prepcli.commands.operations.test_lora_parity import make_adapter
 
 
 @pytest.fixture(scope="module")
