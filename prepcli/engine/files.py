@@ -174,11 +174,12 @@ def finish_writeback(fd: int, offset: int, nbytes: int) -> None:
 
 def allocate(fd: int, nbytes: int) -> None:
     """Set a file's size and allocate its disk space if the file system supports that. Raises OSError."""
-    # Disk space is taken now, so that a full disk is an error before hours of work.
+    # Disk space is taken now, so that a full disk is an error before hours of work. In memory this would write all
+    # pages once more, with zeros.
     if os.fstat(fd).st_size > nbytes:
         os.ftruncate(fd, nbytes)
     try:
-        if nbytes:
+        if nbytes and not is_in_memory(fd):
             _call_uninterrupted(_fallocate, fd, 0, 0, nbytes)
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
