@@ -25,8 +25,9 @@ from prepcli.core.errors import PrepError
 from prepcli.engine.background_sync import SYNC_INTERVAL_S
 from prepcli.engine.checksum_recorder import compute_unknown
 from prepcli.engine.digest import StreamDigest
-from prepcli.engine.files import Files, RunReader, allocate
+from prepcli.engine.files import Files, RunReader
 from prepcli.engine.pipeline import MOST_UNSYNCED_NBYTES, PipelineUnit
+from prepcli.engine.write_policy import allocate
 from prepcli.execution.data_checks import changed_error, file_holes
 from prepcli.execution.finalize import CompressedChunks, locate_chunks, raw_chunks
 from prepcli.execution.folder_run import FolderRun, allocated_size, check_free_space

@@ -1,8 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): their leaves, and the names of their tensors in PEFT's files.
 
-An adapter adds scaling * B A to the weight of a projection. Both matrices are leaves next to the
-weight, `lora_a` and `lora_b`, with axis-map rows to the tensors of PEFT. The weight's
-row determines theirs:
+An adapter adds scaling * B A to the weight of a projection. Both matrices are leaves next to the weight, `lora_a` and
+`lora_b`, with axis-map rows to the tensors of PEFT. The weight's row determines theirs:
 
     layers heads head_dim embed <- layers.{layers}.self_attn.q_proj.weight: (heads head_dim) embed
 
@@ -11,8 +10,7 @@ row determines theirs:
     layers heads head_dim lora_rank
         <- layers.{layers}.self_attn.q_proj.lora_B.weight: (heads head_dim) lora_rank
 
-Projections that a checkpoint stores as one tensor, such as GPT-2's queries, keys and values, have
-one matrix A. No I/O, no jax.
+Projections that a checkpoint stores as one tensor, such as GPT-2's queries, keys and values, have one matrix A.
 """
 
 from __future__ import annotations
@@ -328,16 +326,15 @@ def with_named_patterns(family: Family, config: HFConfig, lora: LoraConfig) -> L
     """
     settings = module_settings(family, config, lora, allow_unused=True)
     selected = adapted_projections(family, config, lora)
-    # Tensor -> names of its projections in their first layer.
-    names: dict[str, list[str]] = {}
-    for tensor in settings:
-        members = [projection for projection in selected if projection.tensor == tensor]
-        names[tensor] = next(_names_by_layer(family, config, members))
+    # Tensor -> its projections, and their names in their first layer.
+    members: dict[str, list[Projection]] = {}
+    for projection in selected:
+        members.setdefault(projection.tensor, []).append(projection)
+    names = {key: next(_names_by_layer(family, config, members[key])) for key in members}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for tensor, module in settings.items():
-        # All projections in the tensor have the settings of the first.
-        projection = next(each for each in selected if each.tensor == tensor)
+        projection = members[tensor][0]
         others = [name for other, values in names.items() if other != tensor for name in values]
         pattern = _pattern_of(projection, others)
         if module.rank != lora.rank:
@@ -567,7 +564,8 @@ def build_adapters(
         owner = owners.setdefault(projection.tensor, projection)
         module = settings[projection.tensor]
         for leaf in leaves.values():
-            if _stacked_path(leaf) != f"{projection.path}.{LORA_B}":
+            stacked_path = re.sub(r"\{\w+\}\.", "", leaf.path_pattern)
+            if stacked_path != f"{projection.path}.{LORA_B}":
                 continue
             layer = leaf.path.removesuffix(f"{projection.name}.{LORA_B}")
             path = f"{layer}{owner.name}.{LORA_A}"
@@ -600,8 +598,3 @@ def num_features(leaf: ParamLeaf) -> int:
     others = (leaf.stack_axis, rank_axis(leaf))
     axes = (n for n, dim in enumerate(leaf.dims) if n not in others and dim != (EXPERTS,))
     return math.prod(leaf.shape[n] for n in axes)
-
-
-def _stacked_path(leaf: ParamLeaf) -> str:
-    """Return the path that the leaf has if layers are stacked."""
-    return re.sub(r"\{\w+\}\.", "", leaf.path_pattern)

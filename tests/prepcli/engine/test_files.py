@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import RESUME_HINT, PrepError
 from prepcli.engine import files as files_module
-from prepcli.engine.files import PAGE, Files, WritePolicy
+from prepcli.engine import write_policy
+from prepcli.engine.files import PAGE, Files
+from prepcli.engine.write_policy import Writeback, WritePolicy
 from prepcli.stores.buffers import ByteArray, allocate_buffer
 from prepcli.stores.files import io_error
 from tests.helpers.run_cli import run_json
@@ -388,9 +390,9 @@ def test_sync_repeats_a_writeback_error(monkeypatch, tmp_path: Path):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     prefer_writeback(monkeypatch)
-    monkeypatch.setattr(files_module, "start_writeback", fail)
+    monkeypatch.setattr(write_policy, "start_writeback", fail)
     with Files([tmp_path / "out"], [64 * PAGE]) as files:
-        files.policy.writeback = files_module.Writeback(0)
+        files.policy.writeback = Writeback(0)
         monkeypatch.setattr(files_module, "WRITEBACK_NBYTES", 64 * PAGE)
         for call in (
             lambda: files.write([StridedCopy(0, 0, 0, 64 * PAGE)], allocate_buffer(64 * PAGE)),
@@ -408,7 +410,7 @@ def test_writeback_covers_each_whole_page_once(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(files_module, "WRITEBACK_NBYTES", 32 * PAGE)
     started: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        files_module,
+        write_policy,
         "start_writeback",
         lambda fd, offset, nbytes: started.append((offset, offset + nbytes)),
     )
@@ -422,7 +424,7 @@ def test_writeback_covers_each_whole_page_once(monkeypatch, tmp_path: Path):
 def test_writeback_leaves_short_runs_to_sync(monkeypatch, tmp_path: Path):
     prefer_writeback(monkeypatch)
     started: list[tuple[int, ...]] = []
-    monkeypatch.setattr(files_module, "start_writeback", lambda *run: started.append(run))
+    monkeypatch.setattr(write_policy, "start_writeback", lambda *run: started.append(run))
     with Files([tmp_path / "out"], [100 * PAGE]) as files:
         files.write([StridedCopy(0, 0, 0, PAGE, ((9, PAGE, 2 * PAGE),))], allocate_buffer(9 * PAGE))
     assert started == []

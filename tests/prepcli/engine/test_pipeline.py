@@ -19,9 +19,10 @@ from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import Budget
 from prepcli.engine.casts import Cast
 from prepcli.engine.digest import StreamDigest
-from prepcli.engine.files import Files, WritePolicy
+from prepcli.engine.files import Files
 from prepcli.engine.fills import Fill, numpy_dtype
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
+from prepcli.engine.write_policy import WritePolicy
 from prepcli.planning import coverage
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import PAGE, Slab

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.engine import files as files_module
-from prepcli.engine.files import (
+from prepcli.engine import write_policy
+from prepcli.engine.write_policy import (
     MIN_MEASURED_NBYTES,
     TRIAL_NBYTES,
     TRIALS,
@@ -33,10 +33,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """Record the writeback calls instead of making them."""
     recorded: list[Call] = []
     monkeypatch.setattr(
-        files_module, "start_writeback", lambda fd, offset, n: recorded.append(("start", offset, n))
+        write_policy, "start_writeback", lambda fd, offset, n: recorded.append(("start", offset, n))
     )
     monkeypatch.setattr(
-        files_module,
+        write_policy,
         "finish_writeback",
         lambda fd, offset, n: recorded.append(("finish", offset, n)),
     )
@@ -68,7 +68,7 @@ def test_small_outputs_use_direct_io_unmeasured():
 
 
 def test_large_outputs_alternate_write_modes_in_trials(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(files_module, "STOP_TRIALS_RATIO", float("inf"))
+    monkeypatch.setattr(write_policy, "STOP_TRIALS_RATIO", float("inf"))
     policy = WritePolicy(MIN_MEASURED_NBYTES)
     assert modes(policy, 2 * TRIALS) == [WriteMode.DIRECT, WriteMode.WRITEBACK] * TRIALS
     assert len(set(modes(policy, 5))) == 1
@@ -119,7 +119,7 @@ def test_policy_without_direct_io_uses_writeback():
 
 
 def test_policy_without_writeback_uses_direct_io(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(files_module, "HAS_WRITEBACK", False)
+    monkeypatch.setattr(write_policy, "HAS_WRITEBACK", False)
     assert set(modes(WritePolicy(MIN_MEASURED_NBYTES), 9)) == {WriteMode.DIRECT}
 
 
@@ -179,13 +179,13 @@ def test_allocate_truncates_a_longer_file(fd: int, nbytes: int):
 
 @pytest.mark.parametrize("call", [None, failing(errno.EOPNOTSUPP), failing(errno.ENOSYS)])
 def test_allocate_falls_back_without_support(fd: int, call, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(files_module, "_fallocate", call)
+    monkeypatch.setattr(write_policy, "_fallocate", call)
     allocate(fd, MIB)
     assert os.fstat(fd).st_size == MIB
 
 
 def test_allocate_reports_a_full_disk(fd: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(files_module, "_fallocate", failing(errno.ENOSPC))
+    monkeypatch.setattr(write_policy, "_fallocate", failing(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left") as raised:
         allocate(fd, MIB)
     assert raised.value.errno == errno.ENOSPC
@@ -211,6 +211,6 @@ def test_start_writeback_repeats_an_interrupted_call(fd: int, monkeypatch: pytes
         ctypes.set_errno(errno.EINTR)
         return next(results)
 
-    monkeypatch.setattr(files_module, "_sync_file_range", interrupted)
+    monkeypatch.setattr(write_policy, "_sync_file_range", interrupted)
     start_writeback(fd, 0, MIB)
     assert not list(results)
