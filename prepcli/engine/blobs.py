@@ -394,6 +394,12 @@ def open_blobs(
     return FilesAndBlobs(blobs, BlockCache(cache) if isinstance(cache, int) else cache)
 
 
+def can_share_reader(blobs: Sequence[object]) -> bool:
+    """Return whether several threads can read through one reader: all are files on a disk of this machine."""
+    # Each reader of blobs has a cache of decoded chunks, which must have room for the largest of them.
+    return all(isinstance(blob, Path) for blob in blobs)
+
+
 class FilesAndBlobs(ClosedAfterBlock):
     """A reader of numbered files and blobs."""
 

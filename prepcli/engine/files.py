@@ -32,6 +32,8 @@ MAX_KEPT_FILES = 1000
 WRITEBACK_NBYTES = 4 << 20
 # Shorter reads are not looked up in the page cache first.
 MIN_CACHED_NBYTES = 1 << 20
+# A Python that was built for an old C library has no flags for `preadv`.
+_CACHED_ONLY: int | None = getattr(os, "RWF_NOWAIT", None)
 _Call = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
 
 
@@ -370,7 +372,12 @@ class Files(ClosedAfterBlock):
             with self._unsynced_lock:
                 unsynced = self._unsynced
                 self._unsynced = set()
-            sync_many(self._sync_file, sorted(unsynced))
+            try:
+                sync_many(self._sync_file, sorted(unsynced))
+            except PrepError as error:
+                # No later call knows which of these files are durable.
+                self._write_error = self._write_error or error
+                raise
 
     def _sync_file(self, file: int) -> None:
         """Make the written bytes of one file durable. Raises PrepError."""
@@ -391,11 +398,13 @@ def _read_cached(fd: int, view: memoryview, offset: int) -> int:
 
     A model that was just downloaded or written is in memory. Direct I/O would read it from disk again.
     """
+    if _CACHED_ONLY is None:
+        return 0
     try:
         # Ends before the first page that is not in memory.
-        count = os.preadv(fd, [view], offset, os.RWF_NOWAIT)
-    except OSError:
-        # The first page is not in memory, or the file system cannot tell.
+        count = os.preadv(fd, [view], offset, _CACHED_ONLY)
+    except (OSError, NotImplementedError):
+        # The first page is not in memory, or the system cannot tell.
         return 0
     return count if count == len(view) else count // PAGE * PAGE
 

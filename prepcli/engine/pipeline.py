@@ -530,11 +530,17 @@ class Pipeline:
 
 
 def run_pipelines(pipelines: Sequence[Pipeline]) -> None:
-    """Run pipelines at the same time, each in a thread, and wait for all of them. The first error stops the others.
+    """Run pipelines at the same time, and wait for all of them. The first error stops the others.
+
+    One pipeline reads in the calling thread. Several ones read in threads, which a signal ends after a slab, so that
+    their sources are files of this machine.
 
     Raises:
         PrepError: Reading or writing failed.
     """
+    if len(pipelines) == 1:
+        pipelines[0].run()
+        return
     waiting = [*pipelines]
 
     def stop_all(error: BaseException) -> None:

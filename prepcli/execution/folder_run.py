@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -18,7 +18,7 @@ from prepcli.core.formatting import format_bytes
 from prepcli.core.json_values import JsonObject
 from prepcli.core.observer import LockedProgress, Progress
 from prepcli.engine.background_sync import StreamPrefix, SyncPoint
-from prepcli.engine.blobs import open_blobs
+from prepcli.engine.blobs import can_share_reader, open_blobs
 from prepcli.engine.budget import MAX_LANES, count_lanes, make_budget
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.digest import StreamDigest
@@ -99,7 +99,8 @@ class FolderRun(ConversionRun):
         buffer_nbytes = min_buffer_nbytes(plan.streams)
         num_lanes = 1
         # Other processes of this machine have the other cores.
-        if request.pool.share.count == 1:
+        is_alone = request.pool.share.count == 1
+        if is_alone and can_share_reader(request.source.byte_sources):
             moved_nbytes = sum(stream.nbytes for stream in plan.streams)
             most_lanes = count_lanes(
                 moved_nbytes,
@@ -323,10 +324,8 @@ class FolderRun(ConversionRun):
         # The check of a unit has the memory of all lanes.
         if not self.checks_units:
             lane_units += [self.claim_units(lane) for lane in range(1, len(self.lane_orders))]
-        with ExitStack() as opened:
+        with open_blobs(self.source.byte_sources, self.budget.cache_nbytes) as reader:
             for units in lane_units:
-                blobs = open_blobs(self.source.byte_sources, self.budget.cache_nbytes)
-                reader = opened.enter_context(blobs)
                 self.lanes.append(Lane(self, units, reader=reader, sink=sink, progress=progress))
             pipelines = [lane.pipeline for lane in self.lanes]
             try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from prepcli.algebra.boxes import Range
 from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, text
 from prepcli.core.formatting import format_bytes
 from prepcli.core.observer import LockedProgress, NullProgress, Observer, Progress
-from prepcli.engine.blobs import open_blobs
+from prepcli.engine.blobs import can_share_reader, open_blobs
 from prepcli.engine.budget import count_lanes, make_budget
 from prepcli.engine.casts import value_operations
 from prepcli.engine.digest import StreamDigest, algorithm_of, record_digest_of_pieces
@@ -267,7 +266,9 @@ def _digest_streams(
     `on_digest` is called in several threads. See `Pipeline`.
     """
     total_nbytes = sum(stream.nbytes for stream in streams)
-    num_lanes = count_lanes(total_nbytes, memory_nbytes)
+    num_lanes = 1
+    if can_share_reader(source.byte_sources):
+        num_lanes = count_lanes(total_nbytes, memory_nbytes)
     budget = make_budget(memory_nbytes // num_lanes)
     # The lanes share the iterator of the list. It is written in C, so that two threads may call it.
     units = iter([PipelineUnit(number, (number,)) for number in range(len(streams))])
@@ -275,20 +276,18 @@ def _digest_streams(
     locked_progress = LockedProgress(progress)
     progress.begin(task, total_nbytes)
     try:
-        with ExitStack() as opened:
+        with open_blobs(source.byte_sources, budget.cache_nbytes) as files:
             for _ in range(num_lanes):
-                files = opened.enter_context(open_blobs(source.byte_sources, budget.cache_nbytes))
-                pipelines.append(
-                    Pipeline(
-                        streams,
-                        files,
-                        sink=None,
-                        budget=budget,
-                        progress=locked_progress,
-                        units=units,
-                        on_digest=on_digest,
-                    )
+                pipeline = Pipeline(
+                    streams,
+                    files,
+                    sink=None,
+                    budget=budget,
+                    progress=locked_progress,
+                    units=units,
+                    on_digest=on_digest,
                 )
+                pipelines.append(pipeline)
             run_pipelines(pipelines)
     finally:
         progress.end()

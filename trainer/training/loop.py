@@ -237,8 +237,8 @@ class Loop:
         return compiled
 
     def _run_start_events(self) -> bool:
-        """Run the events before the first step, or the missing ones of the step that the run resumes from."""
-        # Return whether they were complete, and not stopped by a signal.
+        """Run the events before the first step, or the missing ones of a resumed step. Return whether all were run."""
+        # A signal may stop them.
         evaluates = self.missing_events.evaluation
         num_samples = self.missing_events.num_samples
         if self.step == 0:
@@ -253,8 +253,8 @@ class Loop:
         return True
 
     def _run_due_events(self) -> bool:
-        """Save, evaluate and sample, each if it is due after this step."""
-        # Return whether they were complete, and not stopped by a signal.
+        """Save, evaluate and sample, each if it is due after this step. Return whether all due events were run."""
+        # A signal may stop them.
         config = self.config
         is_evaluation_due = config.is_evaluation_due(self.step)
         is_save_due = config.is_save_due(self.step)

@@ -201,10 +201,12 @@ def build_sampler(
         hint = text("set {}, or remove {}", Key("data.tokenizer"), Key(SAMPLES_KEY))
         raise PrepError(what, why, hint) from error
     chat_template = None
-    if any(not isinstance(prompt, str) for prompt in recipe.log.samples):
+    data = recipe.data
+    if any(not isinstance(prompt, str) for prompt in recipe.log.samples) and (
+        data.chat_template or data.template_args or data.template_date
+    ):
         # The conversations of the data have the same template.
-        with _recipe_keys_in_errors():
-            chat_template = recipe_template(recipe.data, tokenizer.path)
+        chat_template = recipe_template(data, tokenizer.path)
     vocab = model.true_vocab_size
     defaults = folder_generation_defaults(config, files, vocab)
     for line in defaults.notes:

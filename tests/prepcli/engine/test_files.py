@@ -143,6 +143,25 @@ def memory_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+def take_flags_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a system without flags for `preadv`."""
+    monkeypatch.setattr(files_module, "MIN_CACHED_NBYTES", PAGE)
+    real = os.preadv
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags:
+            raise NotImplementedError
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+
+
+def build_for_an_old_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a Python that was built for a C library without `preadv2`."""
+    monkeypatch.setattr(files_module, "MIN_CACHED_NBYTES", PAGE)
+    monkeypatch.setattr(files_module, "_CACHED_ONLY", None)
+
+
 FILE_SYSTEMS = {
     "direct": lambda monkeypatch: None,
     "writeback": prefer_writeback,
@@ -150,6 +169,8 @@ FILE_SYSTEMS = {
     "none, rejected late": reject_direct_io,
     "short": return_short_counts,
     "cached": cache_some_pages,
+    "no flags": take_flags_away,
+    "old library": build_for_an_old_library,
 }
 
 
@@ -382,6 +403,21 @@ def test_sync_repeats_an_earlier_error(monkeypatch, tmp_path: Path):
                 files.sync()
         # The error is repeated, although the system call would now succeed.
         with pytest.raises(PrepError, match=r"cannot read or write .*b"):
+            files.sync()
+
+
+def test_sync_repeats_an_error_of_opening(monkeypatch, tmp_path: Path):
+    """Another pipeline, which wrote to the same files, must not call them durable."""
+    monkeypatch.setattr(files_module, "MAX_KEPT_FILES", 1)
+    with Files([tmp_path / "a", tmp_path / "b"], [PAGE, PAGE]) as files:
+        files.write(
+            [StridedCopy(0, 0, 0, PAGE), StridedCopy(0, 1, 0, PAGE)], allocate_buffer(2 * PAGE)
+        )
+        with monkeypatch.context() as patched:
+            fail_from_call(patched, "open", errno.EMFILE)
+            with pytest.raises(PrepError, match="Too many open files"):
+                files.sync()
+        with pytest.raises(PrepError, match="Too many open files"):
             files.sync()
 
 

@@ -197,12 +197,7 @@ def test_sampler_renders_conversations(tokenizer: TextTokenizer):
     assert stopped.generate(params)[0].text.split() == first[:2]
 
 
-def test_sampler_renders_conversations_as_the_data(tokenizer: TextTokenizer, tmp_path: Path):
-    """With the template of the recipe, its variables and its date."""
-    (tmp_path / "data.jinja").write_text(
-        "{{ strftime_now('w%d') }} {{ word }} {{ messages[0].content }}"
-    )
-    (tmp_path / "recipe.toml").write_text(f"""\
+CHAT_RECIPE = """\
 model.path = "tiny"
 batch.size = 1
 optimizer.lr = 1e-3
@@ -211,22 +206,44 @@ train.steps = 1
 path = "chats.jsonl"
 format = "chat"
 seq_length = 16
-chat_template = "{tmp_path / "data.jinja"}"
-template_args = {{ word = "w9" }}
+chat_template = "data.jinja"
+template_args = { word = "w9" }
 template_date = "2026-01-31"
 [log]
-samples = [{{ messages = [{{ role = "user", content = "w7" }}] }}]
-""")
+samples = [{ messages = [{ role = "user", content = "w7" }] }]
+"""
+
+
+def sampler_of_recipe(tokenizer: TextTokenizer) -> Sampler | None:
+    Path("recipe.toml").write_text(CHAT_RECIPE)
     setup = runs.make_setup()
-    sampler = build_sampler(
-        load_recipe(tmp_path / "recipe.toml").recipe,
+    return build_sampler(
+        load_recipe(Path("recipe.toml")).recipe,
         setup.model,
         runs.GPT_NEO,
         files=tokenizer.path.parent,
         sharding=setup.sharding,
     )
+
+
+def test_sampler_renders_conversations_as_the_data(
+    tokenizer: TextTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With the template of the recipe, its variables and its date."""
+    monkeypatch.chdir(tmp_path)
+    Path("data.jinja").write_text("{{ strftime_now('w%d') }} {{ word }} {{ messages[0].content }}")
+    sampler = sampler_of_recipe(tokenizer)
     assert sampler is not None
     assert sampler.prompts == ("w31 w9 w7",)
+
+
+def test_missing_template_of_samples_names_its_key(
+    tokenizer: TextTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PrepError, match="there is no such file") as raised:
+        sampler_of_recipe(tokenizer)
+    assert raised.value.hint == 'a Jinja file, or "training"'
 
 
 @pytest.mark.parametrize("chat", [{}, {"messages": []}, {"messages": [1]}, {"text": "w7"}], ids=str)

@@ -134,3 +134,11 @@ def test_lanes_verify_each_tensor(lane_counts: list[int], capsys: pytest.Capture
         assert main(["verify", "padded"]) == 1
         assert f"({name}) rows" in capsys.readouterr().err
         flip_bit(path, (start + stop) // 2)
+
+
+def test_compressed_source_has_one_lane(lane_counts: list[int]):
+    """The cache of its decoded chunks needs all memory. The read stage is the calling thread, which signals end."""
+    run_ok("save-init", "./model", "--pad-vocab", "8", "--compress", "zstd", "--out", "packed")
+    run_ok("verify", "packed")
+    run_ok("reshard", "packed", "--mesh", "1,1,2", "--out", "out")
+    assert lane_counts == [1, 1, 1]
