@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from prepcli.engine.files import Writeback, allocate
+from prepcli.engine.write_policy import Writeback, allocate
 
 PAGE_NBYTES = mmap.PAGESIZE
 BLOCK_NBYTES = 16 << 20
