@@ -554,7 +554,8 @@ def run_pipelines(pipelines: Sequence[Pipeline]) -> None:
             stop_all(error)
             raise
 
-    stopped = PrepError("the run was interrupted")
+    # The exception of the signal is raised in its place.
+    stopped = PrepError("the run was interrupted", "by a signal", RERUN_HINT)
     errors = run_in_threads(run_next, len(pipelines), on_interruption=partial(stop_all, stopped))
     if errors:
         raise errors[0]

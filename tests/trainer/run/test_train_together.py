@@ -30,7 +30,6 @@ from tests.helpers.processes import finish, start_processes
 from tests.helpers.run_cli import run_failing
 from tests.helpers.train_runs import set_keys
 from tests.helpers.training_folder import make_training_folder
-from tests.prepcli.execution.test_interleavings import processes
 from trainer.distributed import agreement
 from trainer.distributed.watchdog import JobEnd
 from trainer.recipe import load_recipe
@@ -306,7 +305,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         return SingleProcess()
 
     monkeypatch.setattr(agreement, "check_agreement", check_agreement)
-    monkeypatch.setattr(processes, "start_processes", start_processes)
+    monkeypatch.setattr("trainer.distributed.processes.start_processes", start_processes)
     return all_facts
 
 

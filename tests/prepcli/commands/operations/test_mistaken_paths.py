@@ -126,7 +126,7 @@ def test_empty_state_of_an_optimizer_is_damaged(capsys: Capture):
 def test_home_folder_stands_for_a_tilde(monkeypatch: pytest.MonkeyPatch):
     """A shell leaves it in `--out=~/NAME`. A later `rm -r ~` would not remove the output alone."""
     monkeypatch.setenv("HOME", str(Path("home").absolute()))
-    Path("m").rename("home")
+    make_checkpoint(Path("home"), LLAMA)
     assert main(["save-init", "~", "--out=~/../first", "-q"]) == OK
     assert main(["lock", "home", "--out=~/../home.json", "-q"]) == OK
     prep.reshard("first", out=Path("~/../second"), mesh="1,1,1")
