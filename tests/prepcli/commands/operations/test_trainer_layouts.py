@@ -140,11 +140,11 @@ def load_state(folder: Path) -> Leaves:
 
 
 def save_training_state(run: Path, leaves: Leaves) -> None:
-    """Save a state of torchtitan. Training has changed the buffers of its experts."""
+    """Save a state of torchtitan. Training has changed the zeros of buffers that the model has no tensor for."""
     state: dict[str, Any] = dict(leaves)
-    for name in state:
-        if name.endswith("expert_bias_E"):
-            state[name] = state[name] + 1
+    for name, leaf in leaves.items():
+        if name.endswith("expert_bias_E") and not leaf.any():
+            state[name] = leaf + 1
     state["optimizer"] = {"state": {"norm.weight": {"exp_avg": torch.zeros(64)}}}
     state["train_state"] = {"step": torch.tensor(3)}
     save_state(run, state)
