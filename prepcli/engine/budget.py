@@ -186,6 +186,10 @@ class BufferPool:
         for _ in buffers:
             self._permits.put(None)
 
+    def clear(self) -> None:
+        """Free the memory of the buffers that are not in use."""
+        self._free.clear()
+
 
 def anonymous_nbytes() -> int:
     """Return the resident anonymous and shared memory of this process, or 0 if the system does not report it."""

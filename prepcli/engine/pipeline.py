@@ -248,6 +248,9 @@ class Pipeline:
             self._finish_stages()
         self.mover.stop()
         self.writer.stop()
+        # The observer may refer to the pipeline. Its memory makes room for the checks of the written bytes.
+        self.buffers.clear()
+        self.change = None
         if self.error:
             raise self.error
         return self.result

@@ -333,8 +333,6 @@ class FolderRun(ConversionRun):
             finally:
                 for pipeline in pipelines:
                     self.add_result(pipeline.result)
-                # Their buffers and the caches of the readers make room for the checks of the written bytes and the
-                # source.
                 self.lanes = []
         sink.check_unchanged()
 
