@@ -106,7 +106,8 @@ def test_api_converts_there_and_back(model: Path, tmp_path: Path, capfd: Capture
     back = prep.export(again.path, tmp_path / "back", shard_size="1MB")
     assert prep.verify(back.path, model).is_equal
     assert init.bytes_written > 0
-    assert init.peak_bytes > 0
+    # Freed memory of earlier tests may be enough.
+    assert 0 <= init.peak_bytes <= 512 << 20
     assert not init.already_done
     assert capfd.readouterr() == ("", "")
 
