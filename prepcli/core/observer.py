@@ -71,31 +71,31 @@ class NullProgress:
 
 
 class LockedProgress:
-    """The counts of several threads for a Progress, one after another."""
+    """A Progress that several threads call. It calls the inner one from one thread at a time."""
 
     def __init__(self, inner: Progress) -> None:
-        self._inner = inner
+        self.inner = inner
         self._lock = threading.Lock()
 
     def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
         """Begin a task."""
         with self._lock:
-            self._inner.begin(task, total_bytes, done_bytes)
+            self.inner.begin(task, total_bytes, done_bytes)
 
     def advance(self, written_bytes: int) -> None:
         """Count bytes that were written."""
         with self._lock:
-            self._inner.advance(written_bytes)
+            self.inner.advance(written_bytes)
 
     def note(self, text: str) -> None:
         """Show the current step."""
         with self._lock:
-            self._inner.note(text)
+            self.inner.note(text)
 
     def end(self) -> None:
         """End the task."""
         with self._lock:
-            self._inner.end()
+            self.inner.end()
 
 
 @runtime_checkable

@@ -98,7 +98,7 @@ class FolderRun(ConversionRun):
         kept_nbytes += encoder_nbytes
         buffer_nbytes = min_buffer_nbytes(plan.streams)
         num_lanes = 1
-        # Other processes of this machine have the other cores.
+        # Other processes of this machine have the other cores, and check each unit with all the memory.
         is_alone = request.pool.share.count == 1
         if is_alone and can_share_reader(request.source.byte_sources):
             moved_nbytes = sum(stream.nbytes for stream in plan.streams)
@@ -321,9 +321,8 @@ class FolderRun(ConversionRun):
         sink = self._open_files()
         progress = LockedProgress(self.pool.progress)
         lane_units = [units]
-        # The check of a unit has the memory of all lanes.
-        if not self.checks_units:
-            lane_units += [self.claim_units(lane) for lane in range(1, len(self.lane_orders))]
+        for lane in range(1, len(self.lane_orders)):
+            lane_units.append(self.claim_units(lane))
         with open_blobs(self.source.byte_sources, self.budget.cache_nbytes) as reader:
             for units in lane_units:
                 self.lanes.append(Lane(self, units, reader=reader, sink=sink, progress=progress))

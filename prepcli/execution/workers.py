@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from prepcli.core.errors import (
     INTERRUPTED,
@@ -24,7 +24,7 @@ from prepcli.core.errors import (
 )
 from prepcli.core.json_values import JsonObject
 from prepcli.core.launchers import PARENT_VARIABLE
-from prepcli.core.observer import Progress
+from prepcli.core.observer import LockedProgress, Progress
 from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES, anonymous_nbytes
 from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.signals import Stopped, block_signals
@@ -311,33 +311,21 @@ class _Worker:
                 stream.close()
 
 
-@dataclass(slots=True)
-class _SharedProgress:
+class _SharedProgress(LockedProgress):
     """One Progress for several processes. It ends after all of them have ended."""
 
-    inner: Progress
-    check: Callable[[], None]
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
-        """Begin the task of all processes."""
-        with self._lock:
-            self.inner.begin(task, total_bytes, done_bytes)
+    def __init__(self, inner: Progress, check: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self._check = check
 
     def advance(self, written_bytes: int) -> None:
         """Count bytes written by this process. Raise if a worker has failed."""
         self.add(written_bytes)
-        self.check()
+        self._check()
 
     def add(self, written_bytes: int) -> None:
         """Count bytes written by a worker."""
-        with self._lock:
-            self.inner.advance(written_bytes)
-
-    def note(self, text: str) -> None:
-        """Forward a note to the inner progress."""
-        with self._lock:
-            self.inner.note(text)
+        super().advance(written_bytes)
 
     def end(self) -> None:
         """Ignore the end of one process: workers may still be running."""

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
-import os
-import pty
-import struct
-import subprocess
-import sys
-import termios
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +15,7 @@ from prepcli.commands.console.ui import Ui
 from prepcli.core.errors import OK
 from prepcli.core.observer import Line
 from tests.helpers.screen import Screen
+from tests.helpers.terminals import run_on_terminal
 from tests.helpers.train_runs import set_keys
 from trainer.run.display import LineDisplay, LiveDisplay, RunStatus, sparkline, status_lines
 from trainer.training.metrics import EvaluationResult, Sample, StepLine
@@ -330,35 +324,9 @@ SETTINGS = ("mesh=1,1,1", "train.steps=3", "data.holdout=0", "checkpoint.every=2
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
-def run_on_terminal(*words: str) -> tuple[int, str]:
-    """Run `prep` on a pseudo-terminal of 100 columns, and return its exit code and its output."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")
-    }
-    environment |= {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "prepcli", *words],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        env=environment,
-    )
-    os.close(slave)
-    output = bytearray()
-    try:
-        while data := os.read(master, 1 << 16):
-            output += data
-    except OSError:  # the process closed the terminal
-        pass
-    os.close(master)
-    return process.wait(), output.decode()
-
-
 def test_train_draws_its_view_on_a_terminal(work_dir: Path):
     overrides = set_keys(*SETTINGS)
-    code, output = run_on_terminal("train", "recipe.toml", "--out", "run", *overrides)
+    code, output = run_on_terminal("train", "recipe.toml", "--out", "run", *overrides, columns=100)
     screen = Screen()
     screen.feed(output)
     lines = screen.text().splitlines()

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import csv
-import fcntl
 import json
-import os
-import pty
-import struct
-import subprocess
-import sys
-import termios
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +15,7 @@ import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, USAGE
 from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing
+from tests.helpers.terminals import run_on_terminal
 from tests.helpers.tiny_checkpoints import LLAMA
 from tests.helpers.training_folder import RECIPE, make_training_folder, write_tokenizer
 from tests.trainer.data.test_chat import CHATML
@@ -47,35 +41,6 @@ def fields_folder(monkeypatch: MonkeyPatch) -> None:
         Path(f"data/{index}.jsonl").write_text(f"{row}\n")
     recipe = RECIPE.replace('type = "text"\npath = "text.txt"', f'tokenizer = "words"\n{FIELDS}')
     Path("recipe.toml").write_text(recipe.replace("holdout = 0.1\n", ""))
-
-
-def run_on_terminal(*words: str) -> str:
-    """Run `prep` with its results on a pseudo-terminal of 80 columns, and return them."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
-    }
-    environment |= {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "prepcli", *words],
-        stdin=slave,
-        stdout=slave,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-    )
-    os.close(slave)
-    output = bytearray()
-    try:
-        while data := os.read(master, 1 << 16):
-            output += data
-    except OSError:  # the process closed the terminal
-        pass
-    os.close(master)
-    assert process.wait() == OK
-    return output.decode().replace("\r\n", "\n")
 
 
 def read_json(capsys: Capture, *words: str) -> dict[str, Any]:
@@ -117,7 +82,10 @@ def test_marks_end_at_the_end_of_a_line():
 
 @pytest.mark.usefixtures("fields_folder")
 def test_terminal_of_80_columns_gets_color():
-    output = run_on_terminal("tokenize", "recipe.toml", "--show", "1")
+    words = ("tokenize", "recipe.toml", "--show", "1")
+    code, output = run_on_terminal(*words, columns=80, shows_stderr=False)
+    assert code == OK
+    output = output.replace("\r\n", "\n")
     lines = output.splitlines()
     assert lines[1] == "w5 w6\x1b[1;32m w9 w1 w0\x1b[0m"
     table = lines[3:5]
