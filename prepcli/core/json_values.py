@@ -372,3 +372,15 @@ def _has_mark(annotation: object, mark: str) -> bool:
 
 def _fault(value: JsonValue) -> str:
     return f" is {value!r:.{MAX_VALUE_CHARS}}"
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether a text can be encoded in UTF-8, e.g. for JSON.
+
+    Other bytes of a file name, and escapes in JSON, are halves of surrogate pairs in Python.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.formatting import format_bytes
+from prepcli.core.json_values import is_utf8
 from prepcli.formats import torch_files
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import ITEM_MARKERS
@@ -26,7 +27,7 @@ from prepcli.formats.registry import INDEX_FILES, SUFFIXES
 from prepcli.formats.torch_dcp import METADATA_FILE as DCP_METADATA_FILE
 from prepcli.planning.item_storage import ZARR2, ZARR3
 from prepcli.sources.references import CONFIG
-from prepcli.stores.files import is_utf8, list_folder
+from prepcli.stores.files import list_folder
 from prepcli.stores.paths import (
     SMALL_NBYTES,
     AnyPath,

@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, TypeVar
 
 from prepcli.core.errors import GET_AGAIN_HINT, RESUME_HINT, DamagedError, PrepError
+from prepcli.core.json_values import is_utf8
 from prepcli.core.worker_thread import run_in_threads
 from prepcli.stores.paths import AnyPath, PathT, StorePath, StoreStat
 
@@ -39,15 +40,6 @@ SKIPPED_PIECE_NBYTES = 1 << 20
 # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 LFS_PREFIX = b"version https://git-lfs"
 MAX_LFS_POINTER_NBYTES = 1024
-
-
-def is_utf8(name: str) -> bool:
-    """Return whether a name is UTF-8. Other bytes of a name are halves of surrogate pairs in Python."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def name_fault(name: str) -> str:

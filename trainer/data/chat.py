@@ -11,7 +11,7 @@ from datetime import datetime
 from functools import cached_property
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_values import JsonObject, JsonValue
+from prepcli.core.json_values import JsonObject, JsonValue, is_utf8
 from trainer.data.chat_forms import MessageForms, load_forms
 from trainer.data.chat_template import (
     ChatTemplate,
@@ -19,7 +19,7 @@ from trainer.data.chat_template import (
     load_chat_template,
 )
 from trainer.data.chat_turns import Turn, TurnFinder
-from trainer.data.columns import SURROGATE_CAUSE, is_encodable
+from trainer.data.columns import SURROGATE_CAUSE
 from trainer.data.conversations import (
     ASSISTANT,
     REASONING_KEYS,
@@ -251,7 +251,7 @@ class PromptEncoder:
             PrepError: The tokenizer fails or has no chat template, or the template rejects the messages.
         """
         if isinstance(prompt, str):
-            if not is_encodable(prompt):
+            if not is_utf8(prompt):
                 what = "a prompt is not UTF-8 text"
                 raise PrepError(what, SURROGATE_CAUSE, "convert it to UTF-8")
             return EncodedPrompt(self.tokenizer.encode_prompt(prompt), prompt)

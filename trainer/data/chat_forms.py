@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import cast
 
 from prepcli.core.errors import PrepError
-from prepcli.core.json_values import JsonObject, JsonValue, json_type_name
+from prepcli.core.json_values import JsonObject, JsonValue, is_utf8, json_type_name
 from trainer.data.chat_template import HIDDEN_HINT, ChatRenderer, ChatTemplate, Conversation
-from trainer.data.columns import SURROGATE_CAUSE, is_encodable, json_list, parse_json
+from trainer.data.columns import SURROGATE_CAUSE, json_list, parse_json
 from trainer.data.conversations import (
     ASSISTANT,
     REASONING_KEYS,
@@ -90,7 +90,7 @@ class MessageForms:
             self._adapt(message, place, number) for number, message in enumerate(messages, start=1)
         ]
         text = json.dumps([adapted, tools], ensure_ascii=False)
-        if not is_encodable(text):
+        if not is_utf8(text):
             what = f"{place}: a message is not UTF-8 text"
             raise PrepError(what, SURROGATE_CAUSE, "convert it to UTF-8")
         if NONCHARACTER.search(text):

@@ -18,7 +18,7 @@ import numpy as np
 
 from prepcli.core.errors import Key, PrepError, Text, join_texts, text, usage_error
 from prepcli.core.formatting import count_text
-from prepcli.core.json_values import JsonValue, is_json_list, json_type_name, load_json
+from prepcli.core.json_values import JsonValue, is_json_list, is_utf8, json_type_name, load_json
 from prepcli.core.process_group import ProcessGroup, SingleProcess
 from prepcli.stores.files import open_regular_file
 from trainer.data.dataset_layout import train_selection
@@ -227,7 +227,7 @@ def text_value(record: Record, column: str) -> str:
     what = f"{record.place}: column `{column}` is not text"
     if not isinstance(value, str):
         raise PrepError(what, f"it is {json_type_name(value)}", LINE_HINT)
-    if not is_encodable(value):
+    if not is_utf8(value):
         raise PrepError(what, SURROGATE_CAUSE, LINE_HINT)
     return value
 
@@ -299,15 +299,6 @@ def parse_json(text: str, place: str, hint: str) -> JsonValue:
         return load_json(text.encode())
     except ValueError as error:
         raise PrepError(f"{place}: not JSON", str(error)[:200], hint) from None
-
-
-def is_encodable(text: str) -> bool:
-    """Return whether a text can be encoded in UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 # The format and the columns of data whose recipe names neither: those of the first record.

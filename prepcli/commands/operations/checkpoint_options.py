@@ -12,7 +12,7 @@ from prepcli.commands.operations.operation import reject_without
 from prepcli.commands.operations.options import DEFAULT_MEMORY
 from prepcli.core.errors import Option, OutputExistsError, text, usage_error
 from prepcli.core.formatting import count_text, format_bytes
-from prepcli.core.json_values import quote_name
+from prepcli.core.json_values import is_utf8, quote_name
 from prepcli.core.observer import Observer
 from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.engine.budget import parse_memory
@@ -33,7 +33,6 @@ from prepcli.stores.addresses import ObjectStoreUrl, check_local_path, is_url, p
 from prepcli.stores.files import (
     check_parent_folder,
     io_error,
-    is_utf8,
     read_small_file,
     stat_file,
     write_file,

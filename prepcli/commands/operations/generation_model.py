@@ -24,7 +24,7 @@ from prepcli.commands.operations.computing import (
 )
 from prepcli.commands.operations.operation import reject_without
 from prepcli.core.errors import DamagedError, Option, PrepError, text, usage_error
-from prepcli.core.json_values import JsonObject, JsonValue, load_json
+from prepcli.core.json_values import JsonObject, JsonValue, is_utf8, load_json
 from prepcli.core.observer import Observer
 from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.sources.generation_config import GenerationDefaults
@@ -264,10 +264,10 @@ def check_sampling(options: GenerateOptions) -> None:
 
 def check_stop_texts(options: GenerateOptions) -> tuple[str, ...]:
     """Return the stop texts of the option `stop`. Raise UsageError for an empty one, and for one that is no text."""
-    from trainer.data.columns import SURROGATE_CAUSE, is_encodable
+    from trainer.data.columns import SURROGATE_CAUSE
 
     stop_texts = as_tuple(options["stop"])
-    if not all(map(is_encodable, stop_texts)):
+    if not all(map(is_utf8, stop_texts)):
         what = text("{} is not UTF-8 text", Option("stop"))
         raise usage_error(what, SURROGATE_CAUSE, "convert it to UTF-8")
     if "" in stop_texts:

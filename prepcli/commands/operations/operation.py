@@ -40,10 +40,20 @@ PROGRESS_TYPE = "Progress, an object with the methods begin, advance, note and e
 # Arguments with the path of a file or a folder. `sources.references` expands the names of checkpoints, which outputs
 # record as the user spelled them.
 PATH_ARGUMENTS = frozenset(
-    (
-        *("adapter", "cache", "html", "lock", "map", "out", "prompt_ids", "prompts_file", "recipe"),
-        *("tokenizer", "tokens", "tools"),
-    )
+    {
+        "adapter",
+        "cache",
+        "html",
+        "lock",
+        "map",
+        "out",
+        "prompt_ids",
+        "prompts_file",
+        "recipe",
+        "tokenizer",
+        "tokens",
+        "tools",
+    }
 )
 
 

@@ -251,7 +251,7 @@ def test_control_characters_are_escaped() -> None:
 
 
 @given(st.text())
-def test_printable_text_is_encodable_and_stable(text: str) -> None:
+def test_printable_text_is_utf8_and_stable(text: str) -> None:
     shown = printable(text)
     shown.encode()
     assert all(c.isprintable() or c in "\n\t\u200c\u200d" or category(c) == "Zs" for c in shown)
