@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from trainer.recipe.data_table import SOURCE_SCHEMAS, SOURCES_KEY, DataSource
 from trainer.recipe.formatting import describe_type, to_toml
 from trainer.recipe.key_types import KeySchema
+from trainer.recipe.lr_schedule import DECAYS
 from trainer.recipe.other_trainers import NAMES
 from trainer.recipe.tables import KEY_SCHEMAS, OPTIMIZER_SCHEMAS, schema, table_members
 
@@ -59,12 +60,9 @@ The learning rate rises from `init_lr` for `warmup_steps`, then decays to `end_l
 
 | `schedule` | after warm-up |
 |---|---|
-| `linear`, `cosine` | decays to `end_lr` |
-| `constant` | stays at `lr`. `end_lr` and `decay_steps` have no effect |
-| `cosine_restarts` | decays to `end_lr` in each of `cycles` cosines of equal length, which begin at `lr` |
-| `wsd` | stays at `lr`, then decays to `end_lr` in the last `cooldown_steps` before `decay_steps` |
-| `rsqrt` | `lr` * sqrt(`warmup_steps` / step). `end_lr` and `decay_steps` have no effect |
+"""
 
+SCHEDULES_OF_OTHERS = """
 With `rsqrt`, `init_lr = lr` keeps the rate constant in warm-up, as T5 does.
 
 Two schedules of transformers have other names for the same parameters:
@@ -147,7 +145,26 @@ def render_page() -> str:
     synonyms = [OTHER_NAMES]
     for key, names in NAMES.items():
         synonyms.append(_table_row(f"`{key}`", ", ".join(f"`{name}`" for name in names.split())))
-    return "".join([*parts, *_sources_section(), OUTRO, *optimizers, *synonyms])
+    return "".join(
+        [
+            *parts,
+            *_sources_section(),
+            OUTRO,
+            *_schedule_rows(),
+            SCHEDULES_OF_OTHERS,
+            *optimizers,
+            *synonyms,
+        ]
+    )
+
+
+def _schedule_rows() -> Iterator[str]:
+    """Yield a row for each schedule."""
+    for kind, decay in DECAYS.items():
+        meaning = decay.meaning
+        if decay.is_open:
+            meaning += ". `end_lr` and `decay_steps` have no effect"
+        yield _table_row(f"`{kind}`", meaning)
 
 
 def _optimizer_rows() -> Iterator[str]:

@@ -1,6 +1,7 @@
-"""Learning rate schedules: one table of them, for arrays of JAX, for plans and for reports. No jax.
+"""Learning rate schedules: their keys in `[optimizer]`, and the rates of steps for training, plans and reports. No jax.
 
-A new schedule needs an entry of DECAYS, its name in `ScheduleKind`, and its own keys in `OptimizerTable`.
+A new schedule needs its name in `ScheduleKind`, an entry of `DECAYS`, and its own keys in `ScheduleTable`. A key with
+the name of a field of `LRSchedule` is copied to it. `ScheduleRecord` has the type of each field in a manifest.
 """
 
 from __future__ import annotations
@@ -9,22 +10,28 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import BaseModel, Field
 
 from prepcli.core.errors import Key, Text, text, usage_error
 from prepcli.core.json_values import JsonObject
-from trainer.recipe.key_types import MAX_INT32
-from trainer.recipe.optimizer_tables import (
-    PALM_REFERENCE_LR,
-    PALM_WARMUP_STEPS,
-    OptimizerTable,
-    PalmTable,
-    RampShape,
-    ScheduleKind,
+from trainer.recipe.key_types import (
+    MAX_INT32,
+    STRICT,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    if_absent,
 )
 
 if TYPE_CHECKING:
     from prepcli.planning.manifest_fields import ScheduleRecord
+
+ScheduleKind = Literal["linear", "cosine", "cosine_restarts", "constant", "wsd", "rsqrt"]
+# Shapes of a rise or a fall of the learning rate
+RampShape = Literal["linear", "cosine", "1-sqrt"]
 
 # Length of the decay of wsd, as a fraction of the steps until its end.
 DEFAULT_COOLDOWN = 0.1
@@ -34,12 +41,89 @@ OPEN_FIELDS = ("end", "decay")
 HALF_WAVE = 0.5
 
 
+class ScheduleTable(BaseModel):
+    """The keys of `[optimizer]` for the learning rate."""
+
+    model_config = STRICT
+    # Steps of warm-up without a key for them
+    default_warmup_steps: ClassVar[int] = 0
+
+    lr: PositiveFloat = Field(
+        description="peak learning rate, reached after warm-up", examples=[2e-5]
+    )
+    init_lr: NonNegativeFloat = Field(
+        default=0.0, description="learning rate of the first step of warm-up", examples=[1e-6]
+    )
+    end_lr: NonNegativeFloat = Field(
+        default=0.0,
+        description="learning rate at the end of the decay. A schedule that never ends does not use it",
+        examples=[2e-6],
+    )
+    schedule: ScheduleKind = Field(
+        default="linear",
+        description="shape of the learning rate decay. `wsd`: constant, then a decay in the last `cooldown_steps`. "
+        "`cosine_restarts`: `cycles` cosines, each from `lr`. `rsqrt`: with the inverse square root of the step",
+        examples=["cosine"],
+    )
+    warmup_steps: NonNegativeInt | None = Field(
+        default=None,
+        description="steps in which the learning rate rises from `init_lr`",
+        examples=[100],
+        json_schema_extra=if_absent("from `warmup_ratio`, or 0"),
+    )
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="warm-up as a fraction of the run's steps, rounded to whole steps",
+        examples=[0.03],
+        json_schema_extra=if_absent("from `warmup_steps`, or 0"),
+    )
+    warmup_shape: RampShape = Field(
+        default="linear",
+        description="shape of the rise in warm-up. `1-sqrt`: 1 - sqrt(1 - progress)",
+        examples=["cosine"],
+    )
+    decay_steps: PositiveInt | None = Field(
+        default=None,
+        description="step at which `end_lr` is reached, counted from 0, warm-up included",
+        examples=[10000],
+        json_schema_extra=if_absent("the run's steps"),
+    )
+    cooldown_steps: PositiveInt | None = Field(
+        default=None,
+        description="steps of the decay of wsd, which ends at `decay_steps`",
+        examples=[1000],
+        json_schema_extra=if_absent("a tenth of the steps, for wsd"),
+    )
+    cooldown_shape: RampShape | None = Field(
+        default=None,
+        description="shape of the decay of wsd. `1-sqrt`: 1 - sqrt(progress)",
+        examples=["1-sqrt"],
+        json_schema_extra=if_absent("linear, for wsd"),
+    )
+    cooldown_waves: PositiveFloat | None = Field(
+        default=None,
+        description='waves of the decay of wsd with `cooldown_shape = "cosine"`. `0.5`: one fall',
+        examples=[0.5],
+        json_schema_extra=if_absent("0.5, for a cosine"),
+    )
+    cycles: PositiveInt | None = Field(
+        default=None,
+        description="cosines of cosine_restarts between the end of warm-up and `decay_steps`, of equal length",
+        examples=[4],
+        json_schema_extra=if_absent("needed by cosine_restarts"),
+    )
+
+    def initial_and_peak(self, warmup_steps: int) -> tuple[float, float]:
+        """Return the learning rates of step 0 and after warm-up."""
+        return self.init_lr, self.lr
+
+
 @dataclass(frozen=True, slots=True)
 class LRSchedule:
     """A learning rate schedule: warm-up from `initial` to `peak`, then decay to `end`."""
 
     peak: float  # Learning rate after warm-up
-    end: float  # Learning rate from step `decay` on. Not used by `constant` and `rsqrt`.
+    end: float  # Learning rate from step `decay` on. Not used by schedules that never end.
     kind: ScheduleKind  # Shape of the decay, a name of DECAYS
     warmup: int  # Steps of warm-up
     decay: int  # Step at which the decay ends, counted from 0 with warm-up included
@@ -86,7 +170,8 @@ class Decay:
 
     # Function of the schedule, the step [] and the array namespace that returns the learning rate []
     rate: Callable[[LRSchedule, Any, Any], Any]
-    text: str  # Description, a format of the schedule's fields
+    meaning: str  # Its description by the keys of a recipe, for the reference page
+    text: str  # Its description in a plan, a format of the schedule's fields
     is_open: bool = False  # Whether it never ends: `end` and `decay` have no effect
     keys: tuple[str, ...] = ()  # Keys of `[optimizer]` that only this schedule has
 
@@ -148,20 +233,24 @@ def _inverse_square_root(schedule: LRSchedule, step: Any, xp: Any) -> Any:
 
 # `optimizer.schedule` -> the learning rate after warm-up
 DECAYS: Mapping[ScheduleKind, Decay] = {
-    "linear": Decay(_one_fall, "linear to {0.end:g} at step {0.decay:,}"),
-    "cosine": Decay(_one_fall, "cosine to {0.end:g} at step {0.decay:,}"),
+    "linear": Decay(_one_fall, "decays to `end_lr`", "linear to {0.end:g} at step {0.decay:,}"),
+    "cosine": Decay(_one_fall, "decays to `end_lr`", "cosine to {0.end:g} at step {0.decay:,}"),
     "cosine_restarts": Decay(
         _restarts,
+        "decays to `end_lr` in each of `cycles` cosines of equal length, which begin at `lr`",
         "{0.cycles} cosines to {0.end:g} until step {0.decay:,}",
         keys=("cycles",),
     ),
-    "constant": Decay(_constant, "constant", is_open=True),
+    "constant": Decay(_constant, "stays at `lr`", "constant", is_open=True),
     "wsd": Decay(
         _warmup_stable_decay,
+        "stays at `lr`, then decays to `end_lr` in the last `cooldown_steps` before `decay_steps`",
         "constant, {0.cooldown_shape} to {0.end:g} in the last {0.cooldown:,} steps before step {0.decay:,}",
         keys=("cooldown_steps", "cooldown_shape", "cooldown_waves"),
     ),
-    "rsqrt": Decay(_inverse_square_root, "rsqrt", is_open=True),
+    "rsqrt": Decay(
+        _inverse_square_root, "`lr` * sqrt(`warmup_steps` / step)", "rsqrt", is_open=True
+    ),
 }
 
 
@@ -205,7 +294,7 @@ def changed_fields(
     return changed
 
 
-def build_lr_schedule(table: OptimizerTable, steps: int) -> LRSchedule:
+def build_lr_schedule(table: ScheduleTable, steps: int) -> LRSchedule:
     """Build the schedule of a run of `steps` steps.
 
     Raises:
@@ -213,43 +302,39 @@ def build_lr_schedule(table: OptimizerTable, steps: int) -> LRSchedule:
     """
     warmup = warmup_steps_of(table, steps)
     decay = table.decay_steps or steps
-    cooldown = 0
+    options: dict[str, Any] = {}
     if table.schedule == "wsd":
-        cooldown = table.cooldown_steps or max(1, round(decay * DEFAULT_COOLDOWN))
-    peak = table.lr
-    initial = table.init_lr
-    if isinstance(table, PalmTable) and table.schedule == "rsqrt":
-        peak = initial = table.lr / PALM_REFERENCE_LR / math.sqrt(max(warmup, 1))
+        options["cooldown"] = table.cooldown_steps or max(1, round(decay * DEFAULT_COOLDOWN))
+    for name in DECAYS[table.schedule].keys:
+        value = getattr(table, name)
+        if name in LRSchedule.__dataclass_fields__ and value is not None:
+            options[name] = value
+    initial, peak = table.initial_and_peak(warmup)
     schedule = LRSchedule(
-        peak=peak,
+        peak,
         end=table.end_lr,
         kind=table.schedule,
         warmup=warmup,
         decay=decay,
         initial=initial,
-        cooldown=cooldown,
         warmup_shape=table.warmup_shape,
-        cooldown_shape=table.cooldown_shape or "linear",
-        cooldown_waves=table.cooldown_waves or HALF_WAVE,
-        cycles=table.cycles or 1,
+        **options,
     )
     if not DECAYS[table.schedule].is_open:
         _check_decay(schedule, table, steps)
     return schedule
 
 
-def warmup_steps_of(table: OptimizerTable, steps: int) -> int:
+def warmup_steps_of(table: ScheduleTable, steps: int) -> int:
     """Return the steps of warm-up, from its steps, its ratio, or the default of the optimizer."""
     if table.warmup_steps is not None:
         return table.warmup_steps
     if table.warmup_ratio is not None:
         return round(table.warmup_ratio * steps)
-    if isinstance(table, PalmTable):
-        return PALM_WARMUP_STEPS
-    return 0
+    return table.default_warmup_steps
 
 
-def _check_decay(schedule: LRSchedule, table: OptimizerTable, steps: int) -> None:
+def _check_decay(schedule: LRSchedule, table: ScheduleTable, steps: int) -> None:
     """Raise UsageError if the steps after warm-up do not suffice for the decay."""
     warmup = schedule.warmup
     decay = schedule.decay

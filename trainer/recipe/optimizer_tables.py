@@ -7,15 +7,15 @@ one, so that it may be omitted.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from prepcli.models.param_tree import ParamLeaf, factored_axes, is_layer_matrix, matches_any
 from trainer.recipe.key_types import (
-    STRICT,
     NonNegativeFloat,
     NonNegativeInt,
     Patterns,
@@ -24,6 +24,7 @@ from trainer.recipe.key_types import (
     UnitInterval,
     if_absent,
 )
+from trainer.recipe.lr_schedule import ScheduleKind, ScheduleTable
 
 DEFAULT_OPTIMIZER = "adamw"
 # Axes of a parameter that a moment averages.
@@ -34,10 +35,6 @@ WHOLE: MomentAxes = ()
 PALM_WARMUP_STEPS = 10_000
 # The `lr` of palm at which its learning rate is 1 / sqrt(step).
 PALM_REFERENCE_LR = 0.01
-
-ScheduleKind = Literal["linear", "cosine", "cosine_restarts", "constant", "wsd", "rsqrt"]
-# Shapes of a rise or a fall of the learning rate
-RampShape = Literal["linear", "cosine", "1-sqrt"]
 
 ClipNorm = Annotated[
     NonNegativeFloat,
@@ -79,75 +76,9 @@ ScaleBy = Annotated[
 ]
 
 
-class OptimizerTable(BaseModel):
+class OptimizerTable(ScheduleTable):
     """The learning rate schedule, weight decay and state: the keys that all optimizers have."""
 
-    model_config = STRICT
-
-    lr: PositiveFloat = Field(
-        description="peak learning rate, reached after warm-up", examples=[2e-5]
-    )
-    init_lr: NonNegativeFloat = Field(
-        default=0.0, description="learning rate of the first step of warm-up", examples=[1e-6]
-    )
-    end_lr: NonNegativeFloat = Field(
-        default=0.0,
-        description="learning rate at the end of the decay. `constant` does not use it",
-        examples=[2e-6],
-    )
-    schedule: ScheduleKind = Field(
-        default="linear",
-        description="shape of the learning rate decay. `wsd`: constant, then a decay in the last `cooldown_steps`. "
-        "`cosine_restarts`: `cycles` cosines, each from `lr`. `rsqrt`: with the inverse square root of the step",
-        examples=["cosine"],
-    )
-    warmup_steps: NonNegativeInt | None = Field(
-        default=None,
-        description="steps in which the learning rate rises from `init_lr`",
-        examples=[100],
-        json_schema_extra=if_absent("from `warmup_ratio`, or 0"),
-    )
-    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=None,
-        description="warm-up as a fraction of the run's steps, rounded to whole steps",
-        examples=[0.03],
-        json_schema_extra=if_absent("from `warmup_steps`, or 0"),
-    )
-    warmup_shape: RampShape = Field(
-        default="linear",
-        description="shape of the rise in warm-up. `1-sqrt`: 1 - sqrt(1 - progress)",
-        examples=["cosine"],
-    )
-    decay_steps: PositiveInt | None = Field(
-        default=None,
-        description="step at which `end_lr` is reached, counted from 0, warm-up included",
-        examples=[10000],
-        json_schema_extra=if_absent("the run's steps"),
-    )
-    cooldown_steps: PositiveInt | None = Field(
-        default=None,
-        description="steps of the decay of wsd, which ends at `decay_steps`",
-        examples=[1000],
-        json_schema_extra=if_absent("a tenth of the steps, for wsd"),
-    )
-    cooldown_shape: RampShape | None = Field(
-        default=None,
-        description="shape of the decay of wsd. `1-sqrt`: 1 - sqrt(progress)",
-        examples=["1-sqrt"],
-        json_schema_extra=if_absent("linear, for wsd"),
-    )
-    cooldown_waves: PositiveFloat | None = Field(
-        default=None,
-        description='waves of the decay of wsd with `cooldown_shape = "cosine"`. `0.5`: one fall',
-        examples=[0.5],
-        json_schema_extra=if_absent("0.5, for a cosine"),
-    )
-    cycles: PositiveInt | None = Field(
-        default=None,
-        description="cosines of cosine_restarts between the end of warm-up and `decay_steps`, of equal length",
-        examples=[4],
-        json_schema_extra=if_absent("needed by cosine_restarts"),
-    )
     weight_decay: NonNegativeFloat = Field(
         default=0.0,
         description="weight decay, multiplied by the learning rate. It is not applied to biases and norms, nor to "
@@ -320,6 +251,8 @@ class PalmTable(OptimizerTable):
     square of the learning rate.
     """
 
+    default_warmup_steps: ClassVar[int] = PALM_WARMUP_STEPS
+
     type: Literal["palm"] = Field(
         description="unfactored Adafactor with momentum, rates and decay of PaLM"
     )
@@ -339,6 +272,13 @@ class PalmTable(OptimizerTable):
     momentum: Momentum = 0.9
     decay_rate: SecondMomentPower = 0.99
     scale_by: ScaleBy = "layer"
+
+    def initial_and_peak(self, warmup_steps: int) -> tuple[float, float]:
+        """Return the constant rate of warm-up with `rsqrt`."""
+        if self.schedule != "rsqrt":
+            return super().initial_and_peak(warmup_steps)
+        rate = self.lr / PALM_REFERENCE_LR / math.sqrt(max(warmup_steps, 1))
+        return rate, rate
 
     def moments(self, leaf: ParamLeaf) -> Iterator[MomentAxes]:
         """Yield the second moment, and the momentum."""

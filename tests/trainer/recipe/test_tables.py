@@ -16,15 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.core.errors import USAGE, PrepError
+from prepcli.planning.manifest_fields import ScheduleRecord
 from trainer.recipe import BatchShape, batch_shape, load_recipe, recipe_to_toml
 from trainer.recipe.formatting import describe_type
-from trainer.recipe.lr_schedule import DECAYS, LRSchedule, build_lr_schedule, rate_at_step
+from trainer.recipe.lr_schedule import (
+    DECAYS,
+    LRSchedule,
+    RampShape,
+    ScheduleKind,
+    build_lr_schedule,
+    rate_at_step,
+)
 from trainer.recipe.optimizer_tables import (
     OPTIMIZER_TABLES,
     AdamWTable,
     PalmTable,
-    RampShape,
-    ScheduleKind,
 )
 from trainer.recipe.tables import KEY_SCHEMAS, Batch, Recipe, keys_of
 from trainer.recipe.text_fields import (
@@ -320,6 +326,10 @@ def test_each_schedule_of_recipes_has_a_decay():
     assert list(DECAYS) == [*get_args(ScheduleKind)]
 
 
+def test_manifest_has_a_type_for_each_field_of_a_schedule():
+    assert {*ScheduleRecord.__annotations__} == {*LRSchedule.__dataclass_fields__}
+
+
 def test_cosine_schedule_matches_optax():
     schedule = LRSchedule(1e-2, 1e-3, "cosine", 2000, 500_000)
     optax_schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2000, 500_000, 1e-3)
@@ -434,7 +444,7 @@ def assert_equal_rates(schedule: LRSchedule, expected: list[float]) -> None:
     assert [rate_at_step(fields, step) for step in steps] == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "wsd", "rsqrt"])
+@pytest.mark.parametrize("kind", DECAYS)
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_rate_at_step_equals_the_rate_of_the_step(kind: ScheduleKind, warmup: int):
     schedule = LRSchedule(3e-4, 1e-5, kind, warmup, 20, initial=1e-6, cooldown=6)
