@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 # The mesh, the rules and the model keys below change results only within rounding. Steps and schedule keys are checked
 # through the learning rate schedule that they produce, batch keys through the batch size, and the paths of data and
 # tokenizer, the first token and the limit of documents through the identity of the tokens (FIXED_ON_RESUME).
-CHANGEABLE_ON_RESUME = frozenset(
+CHANGEABLE_TABLES = ("batch", "eval", "checkpoint", "log", "cluster")
+CHANGEABLE_KEYS = frozenset(
     {
         "name",
         "mesh",
@@ -57,10 +58,6 @@ CHANGEABLE_ON_RESUME = frozenset(
         BOS_KEY,
         "data.cache",
         "data.max_document_bytes",
-        "batch.size",
-        "batch.per_device",
-        "batch.per_replica",
-        "batch.accumulate",
         "optimizer.warmup_steps",
         "optimizer.warmup_ratio",
         "optimizer.decay_steps",
@@ -71,36 +68,6 @@ CHANGEABLE_ON_RESUME = frozenset(
         "train.eval_every_epochs",
         "train.profile",
         "train.max_skipped",
-        "eval.limit",
-        "eval.at_start",
-        "eval.patience",
-        "eval.stride",
-        "checkpoint.every",
-        "checkpoint.every_epochs",
-        "checkpoint.keep",
-        "checkpoint.milestones",
-        "checkpoint.best",
-        "checkpoint.best_is",
-        "checkpoint.optimizer_state",
-        "checkpoint.dtype",
-        "checkpoint.storage",
-        "checkpoint.export_every",
-        "checkpoint.push",
-        "log.all_workers",
-        "log.tensorboard",
-        "log.wandb",
-        "log.samples",
-        "log.sample_every",
-        "log.sample_tokens",
-        "cluster.host0_address",
-        "cluster.host0_port",
-        "cluster.n_processes",
-        "cluster.process_id",
-        "cluster.n_local_devices",
-        "cluster.dcn_mesh",
-        "cluster.start_timeout",
-        "cluster.heartbeat_timeout",
-        "cluster.step_timeout",
     }
 )
 # Keys that change the schedule, and are no errors of their own.
@@ -146,7 +113,8 @@ def check_changed_keys(changed: Mapping[str, tuple[Any, Any]]) -> None:
             before, after = (_without_paths(sources or ()) for sources in values)
             may_change = before == after
         else:
-            may_change = key in CHANGEABLE_ON_RESUME
+            table = key.partition(".")[0]
+            may_change = key in CHANGEABLE_KEYS or table in CHANGEABLE_TABLES
         if not may_change:
             changes.append(f"{key}: {change_text(values)}")
     if changes:
