@@ -58,7 +58,10 @@ class TrainingSums(NamedTuple):
 
 
 class LossTerms(NamedTuple):
-    """Terms of a token's loss in addition to the cross entropy."""
+    """Terms of a token's loss in addition to the cross entropy: the keys of `[loss]`, and a user's function.
+
+    The gradient of the cross entropy and its terms is in `_logit_gradients`, that of a function is derived by JAX.
+    """
 
     # Coefficient of log(Z)^2, where Z is the sum of the exponentials of a token's logits (PaLM, arXiv:2204.02311,
     # section 5)

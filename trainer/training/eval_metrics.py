@@ -190,7 +190,7 @@ class TokenFunctions:
                 why,
                 text("{}", Key("train.reduction", "fast", is_override=True)),
             )
-        terms = [key for key in ("z_loss", "label_smoothing") if getattr(recipe.loss, key)]
+        terms = [key for key, value in recipe.loss if value]
         if self.loss_fn is not None and terms:
             why = "it is a term of the cross entropy, which `loss_fn` replaces"
             raise usage_error(

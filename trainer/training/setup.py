@@ -134,9 +134,8 @@ def build_step_setup(
         forward_config,
         build_optimizer(recipe.optimizer, steps),
         accumulate=batch.shape.accumulate,
-        loss_terms=LossTerms(
-            recipe.loss.z_loss, recipe.loss.label_smoothing, token_functions.loss_fn
-        ),
+        # `[loss]` has the names of the terms.
+        loss_terms=LossTerms(token_loss=token_functions.loss_fn, **recipe.loss.model_dump()),
         dropout=dropout,
         seed=recipe.seed,
         metric_fn=token_functions.metric_fn,
