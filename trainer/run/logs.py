@@ -17,6 +17,7 @@ from trainer.run.run_record import SAMPLES_FILE
 from trainer.run.storage import store_at_end, write_run_file
 from trainer.training.metrics import (
     METRICS_FILE,
+    FileLog,
     LogKey,
     MetricsFileLog,
     MetricsLine,
@@ -327,29 +328,24 @@ def open_logs(run: Run, step: int, *, has_sampler: bool) -> Iterator[list[RunLog
         if index == 0:
             # Before the file of metrics is opened, which removes the lines of repeated steps.
             for service, setting in _enabled_services(run.recipe.log):
-                services.append(_closing(service.open(run, setting, step), stack))
-        logs = [_open_file(run, name, MetricsFileLog(run.folder / name, step), stack), *services]
+                services.append(_keep(run, service.open(run, setting, step), stack))
+        logs = [_keep(run, MetricsFileLog(run.folder / name, step), stack), *services]
         if index == 0:
             run.storage.fetch_file(SAMPLES_FILE, run.folder)
             # Also without prompts: the file may have texts of later steps, which an earlier start took with prompts.
             path = run.folder / SAMPLES_FILE
             if has_sampler or path.exists():
-                logs.append(_open_file(run, SAMPLES_FILE, SamplesFileLog(path, step), stack))
+                logs.append(_keep(run, SamplesFileLog(path, step), stack))
         yield logs
 
 
-def _open_file(run: Run, name: str, log: RunLog, stack: ExitStack) -> RunLog:
-    """Store a file of the run now and at the end, when its log is closed."""
-    _closing(log, stack)
-    run.storage.store_file(name)
-    stack.enter_context(store_at_end(run.storage, name))
-    return log
-
-
-def _closing(log: RunLog, stack: ExitStack) -> RunLog:
-    """Close a log at the end of a stack."""
+def _keep(run: Run, log: RunLog, stack: ExitStack) -> RunLog:
+    """Close a log at the end of a stack. Store its file in the run now, and at the end before it is closed."""
     # `push` passes the exception of the block, so W&B shows a failed run as failed.
     stack.push(lambda kind, *_: log.close(has_failed=kind is not None))
+    if isinstance(log, FileLog):
+        run.storage.store_file(log.path.name)
+        stack.enter_context(store_at_end(run.storage, log.path.name))
     return log
 
 

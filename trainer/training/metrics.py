@@ -330,61 +330,6 @@ def logged_evaluation(path: Path, step: int) -> JsonObject | None:
     return None
 
 
-class MetricsWriter:
-    """Writer that appends lines to a file of JSON objects, each with its step."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        """Open a metrics file to continue after a step.
-
-        Lines of later steps are removed, since the run takes these steps again. At step 0 all lines are removed.
-
-        Args:
-            path: The file.
-            step: Start step of the run.
-
-        Raises:
-            PrepError: The file cannot be written.
-        """
-        self.path = path
-        try:
-            # The shortened file replaces the old one as a whole: a kill before leaves the old
-            # lines.
-            with replacing_file(path) as file:
-                for line in MetricsFile(path).raw_lines() if step else ():
-                    raw_step = _raw_line_step(line)
-                    if raw_step is not None and raw_step <= step:
-                        file.write(line + b"\n")
-                # Later lines go to this file, and not to the path. Another start of the run may take over the lock of
-                # a bucket, and replace the file in the local folder that both have on one host. Until this start
-                # notices it, its lines must not get between the other's lines.
-                self._fd = os.dup(file.fileno())
-        except OSError as error:
-            raise self._write_error(error) from error
-
-    def write(self, line: MetricsLine) -> None:
-        """Append a line, visible to readers at once. Raise PrepError if the disk refuses it."""
-        data = f"{_to_json(line)}\n".encode()
-        try:
-            while data:
-                # `os.write` may write a part only, e.g. on a disk that fills up. The rest follows
-                # in the next round.
-                data = data[os.write(self._fd, data) :]
-        except OSError as error:
-            raise self._write_error(error) from error
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._fd)
-
-    def _write_error(self, error: OSError) -> PrepError:
-        return PrepError(f"cannot write {self.path}", error.strerror or str(error), ACCESS_HINT)
-
-
-def _to_json(line: MetricsLine) -> str:
-    # NaN and Infinity are not JSON, and many readers reject them.
-    return json.dumps(line, allow_nan=False)
-
-
 class RunLog:
     """A receiver of the events of a run. A subclass overrides the methods of the events that it shows or stores."""
 
@@ -432,34 +377,69 @@ class MetricsLog(RunLog):
         self.write(evaluation_line(step, result))
 
 
-class MetricsFileLog(MetricsLog):
-    """The metrics file of a process."""
+class FileLog(RunLog):
+    """A log that appends lines to a file of JSON objects, each with its step."""
 
     def __init__(self, path: Path, step: int) -> None:
-        """Open the file to continue after a step. See `MetricsWriter`."""
-        self._writer = MetricsWriter(path, step)
+        """Open a file to continue after a step.
+
+        Lines of later steps are removed, since the run takes these steps again. At step 0 all lines are removed.
+
+        Args:
+            path: The file.
+            step: Start step of the run.
+
+        Raises:
+            PrepError: The file cannot be written.
+        """
+        self.path = path
+        try:
+            # The shortened file replaces the old one as a whole: a kill before leaves the old
+            # lines.
+            with replacing_file(path) as file:
+                for line in MetricsFile(path).raw_lines() if step else ():
+                    raw_step = _raw_line_step(line)
+                    if raw_step is not None and raw_step <= step:
+                        file.write(line + b"\n")
+                # Later lines go to this file, and not to the path. Another start of the run may take over the lock of
+                # a bucket, and replace the file in the local folder that both have on one host. Until this start
+                # notices it, its lines must not get between the other's lines.
+                self._fd = os.dup(file.fileno())
+        except OSError as error:
+            raise self._write_error(error) from error
 
     def write(self, line: MetricsLine) -> None:
-        """Append a line."""
-        self._writer.write(line)
+        """Append a line, visible to readers at once. Raise PrepError if the disk refuses it."""
+        data = f"{_to_json(line)}\n".encode()
+        try:
+            while data:
+                # `os.write` may write a part only, e.g. on a disk that fills up. The rest follows
+                # in the next round.
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            raise self._write_error(error) from error
 
     def close(self, *, has_failed: bool = False) -> None:
         """Close the file."""
-        self._writer.close()
+        os.close(self._fd)
+
+    def _write_error(self, error: OSError) -> PrepError:
+        return PrepError(f"cannot write {self.path}", error.strerror or str(error), ACCESS_HINT)
 
 
-class SamplesFileLog(RunLog):
+def _to_json(line: MetricsLine) -> str:
+    # NaN and Infinity are not JSON, and many readers reject them.
+    return json.dumps(line, allow_nan=False)
+
+
+class MetricsFileLog(FileLog, MetricsLog):
+    """The metrics file of a process."""
+
+
+class SamplesFileLog(FileLog):
     """The file of generated texts."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        """Open the file to continue after a step. See `MetricsWriter`."""
-        self._writer = MetricsWriter(path, step)
 
     def on_samples(self, step: int, samples: Sequence[Sample], num_new: int) -> None:
         """Append a line for each text that no earlier start has logged."""
         for sample in samples[-num_new:]:
-            self._writer.write(sample_line(step, sample))
-
-    def close(self, *, has_failed: bool = False) -> None:
-        """Close the file."""
-        self._writer.close()
+            self.write(sample_line(step, sample))

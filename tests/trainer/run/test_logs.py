@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import PrepError, UsageError
+from trainer.recipe.tables import Log
 from trainer.run.logs import ID_FILE, TensorBoardLog, WandbLog, check_logs, open_logs
 from trainer.run.run_record import (
     MAX_CURVES,
@@ -51,8 +52,7 @@ class FakeStorage:
 
 
 def make_run(folder: Path, **log: Any) -> Any:
-    settings = SimpleNamespace(**{"all_workers": False, "tensorboard": False, "wandb": None} | log)
-    recipe = SimpleNamespace(name="run", log=settings, model_dump=lambda **options: {})
+    recipe = SimpleNamespace(name="run", log=Log(**log), model_dump=lambda **options: {})
     group = SimpleNamespace(index=0, count=1)
     observer = SimpleNamespace(warn=print)
     return SimpleNamespace(

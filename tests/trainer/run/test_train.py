@@ -98,15 +98,15 @@ def test_eval_loss_equals_transformers(work_dir: Path, capsys: pytest.CaptureFix
 # The process sends the signal to itself: another one could be too late for the few steps.
 TRAIN_UNTIL_A_SIGNAL = f"""
 import os, signal
-from trainer.training.metrics import MetricsWriter
-write = MetricsWriter.write
+from trainer.training.metrics import MetricsFileLog
+write = MetricsFileLog.write
 
 def write_and_signal(self, line):
     write(self, line)
     if line["step"] == 2:
         os.kill(os.getpid(), signal.SIGTERM)
 
-MetricsWriter.write = write_and_signal
+MetricsFileLog.write = write_and_signal
 {PREP}
 """
 
