@@ -24,8 +24,8 @@ from prepcli.models.architecture import NO_SOFTCAP
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.token_chunks import join_chunks, pad_tokens, split_chunks
 
-# (logits [B, C, V], targets [B, C]) -> values [B, C]
-TokenFunction = Callable[[Array, Array], Array]
+# (logits [B, C, V], targets [B, C]) -> losses [B, C], and values by name
+TokenLoss = Callable[[Array, Array], Array]
 TokenMetrics = Callable[[Array, Array], Mapping[str, Array]]
 
 
@@ -70,7 +70,7 @@ class LossTerms(NamedTuple):
     # section 7)
     label_smoothing: float = 0.0
     # Computes the loss of each token in place of the cross entropy, from logits without padding
-    token_loss: TokenFunction | None = None
+    token_loss: TokenLoss | None = None
 
     @property
     def has_z_loss(self) -> bool:
