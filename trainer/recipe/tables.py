@@ -258,6 +258,11 @@ class Log(BaseModel):
         description="print the lines of every process, and write a metrics file for each. `false`: only for process 0",
         examples=[True],
     )
+    csv: bool = Field(
+        default=False,
+        description="write `metrics.csv` in the run's folder: `metrics.jsonl` as a table for spreadsheets",
+        examples=[True],
+    )
     tensorboard: bool | PathText = Field(
         default=False,
         description="write event files for TensorBoard. `true`: to `tensorboard` in the run's folder. A path: to a "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from prepcli.core.errors import Key, PrepError, text, usage_error
 from prepcli.execution.training_storage import RunStorage
-from prepcli.stores.files import ACCESS_HINT, io_error, read_regular_file
+from prepcli.stores.files import ACCESS_HINT, io_error, open_regular_file, read_regular_file
 from trainer.run.run import Run
 from trainer.run.run_record import SAMPLES_FILE
 from trainer.run.storage import store_at_end, write_run_file
@@ -19,6 +21,7 @@ from trainer.training.metrics import (
     METRICS_FILE,
     FileLog,
     LogKey,
+    MetricsFile,
     MetricsFileLog,
     MetricsLine,
     MetricsLog,
@@ -35,8 +38,59 @@ from trainer.training.metrics import (
 if TYPE_CHECKING:
     from trainer.recipe.tables import Log
 
+CSV_FILE = "metrics.csv"
 TENSORBOARD_FOLDER = "tensorboard"
 ID_FILE = "wandb-id"
+
+
+class CsvLog(FileLog, MetricsLog):
+    """Table with a row for each line of the metrics file, and a column for each name in its lines.
+
+    Each start makes it again from the metrics file, so that a resumed run neither lacks a row nor repeats one.
+    """
+
+    @staticmethod
+    def check(setting: bool, storage: RunStorage) -> None:
+        """Do nothing: every run can have the file. See `check_logs`."""
+
+    @classmethod
+    def open(cls, run: Run, setting: bool, step: int) -> CsvLog:
+        """Open the log of a run. See `open_logs`."""
+        log = cls(run.folder / CSV_FILE)
+        # At step 0 the metrics file loses all lines, those of an evaluation at step 0 too.
+        for line in MetricsFile(run.folder / METRICS_FILE) if step else ():
+            if line_step(line) <= step:
+                log.write(line)
+        return log
+
+    def __init__(self, path: Path) -> None:
+        """Replace the file by an empty one. See `FileLog`."""
+        super().__init__(path)
+        self._columns: list[str] = []
+
+    def write(self, line: MetricsLine) -> None:
+        """Append a row. A value that is not finite is None in a line, and an empty cell in a row."""
+        new_columns = [name for name in line if name not in self._columns]
+        if new_columns:
+            # E.g. the first evaluation: earlier rows have empty cells for its values.
+            self._columns += new_columns
+            self.replace(self._widened_rows())
+        self.append(_csv_row(line.get(name) for name in self._columns))
+
+    def _widened_rows(self) -> Iterator[bytes]:
+        """Yield the header, and the rows of the file with a cell for each column."""
+        yield _csv_row(self._columns)
+        with io.TextIOWrapper(open_regular_file(self.path), encoding="utf-8", newline="") as file:
+            rows = csv.reader(file)
+            next(rows, None)
+            for row in rows:
+                yield _csv_row(row + [""] * (len(self._columns) - len(row)))
+
+
+def _csv_row(cells: Iterable[object]) -> bytes:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerow(cells)
+    return buffer.getvalue().encode()
 
 
 class TensorBoardLog(MetricsLog):
@@ -272,8 +326,8 @@ def _read_id(folder: Path) -> str:
         raise PrepError(what, error.strerror or str(error), ACCESS_HINT) from error
 
 
-# The services by their keys of the recipe's `[log]`. Each gets the value of its key.
-LOGS = {"tensorboard": TensorBoardLog, "wandb": WandbLog}
+# The optional logs by their keys of the recipe's `[log]`. Each gets the value of its key.
+LOGS = {"csv": CsvLog, "tensorboard": TensorBoardLog, "wandb": WandbLog}
 
 
 def check_logs(log: Log, storage: RunStorage) -> None:
@@ -283,17 +337,17 @@ def check_logs(log: Log, storage: RunStorage) -> None:
         UsageError: The event files would be in an object store.
         PrepError: An extra is not installed.
     """
-    for service, setting in _enabled_services(log):
-        service.check(setting, storage)
+    for kind, setting in _enabled_logs(log):
+        kind.check(setting, storage)
 
 
-def _enabled_services(log: Log) -> Iterator[tuple[Any, Any]]:
-    """Yield the services of a recipe, and the value of the key of each."""
-    for key, service in LOGS.items():
+def _enabled_logs(log: Log) -> Iterator[tuple[Any, Any]]:
+    """Yield the classes of the optional logs of a recipe, and the value of the key of each."""
+    for key, kind in LOGS.items():
         setting = getattr(log, key)
-        # An empty table has no settings, and turns a service on.
+        # An empty table has no settings, and turns a log on.
         if setting or setting == {}:
-            yield service, setting
+            yield kind, setting
 
 
 @contextmanager
@@ -324,12 +378,12 @@ def open_logs(run: Run, step: int, *, has_sampler: bool) -> Iterator[list[RunLog
     name = metrics_file_name(index)
     run.storage.fetch_file(name, run.folder)
     with ExitStack() as stack:
-        services: list[RunLog] = []
+        optional_logs: list[RunLog] = []
         if index == 0:
             # Before the file of metrics is opened, which removes the lines of repeated steps.
-            for service, setting in _enabled_services(run.recipe.log):
-                services.append(_keep(run, service.open(run, setting, step), stack))
-        logs = [_keep(run, MetricsFileLog(run.folder / name, step), stack), *services]
+            for kind, setting in _enabled_logs(run.recipe.log):
+                optional_logs.append(_keep(run, kind.open(run, setting, step), stack))
+        logs = [_keep(run, MetricsFileLog(run.folder / name, step), stack), *optional_logs]
         if index == 0:
             run.storage.fetch_file(SAMPLES_FILE, run.folder)
             # Also without prompts: the file may have texts of later steps, which an earlier start took with prompts.

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict
@@ -378,6 +378,57 @@ class MetricsLog(RunLog):
 
 
 class FileLog(RunLog):
+    """A log that appends lines to a file of the run."""
+
+    def __init__(self, path: Path, lines: Iterable[bytes] = ()) -> None:
+        """Replace a file by the lines that the run continues.
+
+        Args:
+            path: The file.
+            lines: The lines, each with its end.
+
+        Raises:
+            PrepError: The file cannot be written.
+        """
+        self.path = path
+        self._fd = -1
+        self.replace(lines)
+
+    def replace(self, lines: Iterable[bytes]) -> None:
+        """Replace all lines. A kill leaves the old ones. Raise PrepError if the disk refuses them."""
+        try:
+            with replacing_file(self.path) as file:
+                file.writelines(lines)
+                self.close()
+                # Later lines go to this file, and not to the path. Another start of the run may take over the lock of
+                # a bucket, and replace the file in the local folder that both have on one host. Until this start
+                # notices it, its lines must not get between the other's lines.
+                self._fd = os.dup(file.fileno())
+        except OSError as error:
+            raise self._write_error(error) from error
+
+    def append(self, line: bytes) -> None:
+        """Append a line, visible to readers at once. Raise PrepError if the disk refuses it."""
+        data = line
+        try:
+            while data:
+                # `os.write` may write a part only, e.g. on a disk that fills up. The rest follows
+                # in the next round.
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            raise self._write_error(error) from error
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Close the file."""
+        if self._fd != -1:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write_error(self, error: OSError) -> PrepError:
+        return PrepError(f"cannot write {self.path}", error.strerror or str(error), ACCESS_HINT)
+
+
+class JsonLinesLog(FileLog):
     """A log that appends lines to a file of JSON objects, each with its step."""
 
     def __init__(self, path: Path, step: int) -> None:
@@ -392,51 +443,27 @@ class FileLog(RunLog):
         Raises:
             PrepError: The file cannot be written.
         """
-        self.path = path
-        try:
-            # The shortened file replaces the old one as a whole: a kill before leaves the old
-            # lines.
-            with replacing_file(path) as file:
-                for line in MetricsFile(path).raw_lines() if step else ():
-                    raw_step = _raw_line_step(line)
-                    if raw_step is not None and raw_step <= step:
-                        file.write(line + b"\n")
-                # Later lines go to this file, and not to the path. Another start of the run may take over the lock of
-                # a bucket, and replace the file in the local folder that both have on one host. Until this start
-                # notices it, its lines must not get between the other's lines.
-                self._fd = os.dup(file.fileno())
-        except OSError as error:
-            raise self._write_error(error) from error
+        super().__init__(path, _lines_up_to(path, step))
 
     def write(self, line: MetricsLine) -> None:
         """Append a line, visible to readers at once. Raise PrepError if the disk refuses it."""
-        data = f"{_to_json(line)}\n".encode()
-        try:
-            while data:
-                # `os.write` may write a part only, e.g. on a disk that fills up. The rest follows
-                # in the next round.
-                data = data[os.write(self._fd, data) :]
-        except OSError as error:
-            raise self._write_error(error) from error
-
-    def close(self, *, has_failed: bool = False) -> None:
-        """Close the file."""
-        os.close(self._fd)
-
-    def _write_error(self, error: OSError) -> PrepError:
-        return PrepError(f"cannot write {self.path}", error.strerror or str(error), ACCESS_HINT)
+        # NaN and Infinity are not JSON, and many readers reject them.
+        self.append(f"{json.dumps(line, allow_nan=False)}\n".encode())
 
 
-def _to_json(line: MetricsLine) -> str:
-    # NaN and Infinity are not JSON, and many readers reject them.
-    return json.dumps(line, allow_nan=False)
+def _lines_up_to(path: Path, step: int) -> Iterator[bytes]:
+    """Yield the lines of a file up to a step. None at step 0."""
+    for line in MetricsFile(path).raw_lines() if step else ():
+        raw_step = _raw_line_step(line)
+        if raw_step is not None and raw_step <= step:
+            yield line + b"\n"
 
 
-class MetricsFileLog(FileLog, MetricsLog):
+class MetricsFileLog(JsonLinesLog, MetricsLog):
     """The metrics file of a process."""
 
 
-class SamplesFileLog(FileLog):
+class SamplesFileLog(JsonLinesLog):
     """The file of generated texts."""
 
     def on_samples(self, step: int, samples: Sequence[Sample], num_new: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import sys
 from itertools import pairwise
@@ -14,7 +15,7 @@ import pytest
 
 from prepcli.core.errors import PrepError, UsageError
 from trainer.recipe.tables import Log
-from trainer.run.logs import ID_FILE, TensorBoardLog, WandbLog, check_logs, open_logs
+from trainer.run.logs import CSV_FILE, ID_FILE, TensorBoardLog, WandbLog, check_logs, open_logs
 from trainer.run.run_record import (
     MAX_CURVES,
     MAX_MEDIAN_VALUES,
@@ -254,6 +255,51 @@ def test_offline_runs_of_wandb_continue_one_id(tmp_path: Path):
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert [path.stem for path in files] == [f"run-{run_id}"] * len(files)
     assert files
+
+
+# Metrics as a table, in the format of spreadsheets.
+
+
+def read_table(folder: Path) -> list[dict[str, str]]:
+    with open(folder / CSV_FILE, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_steps(run: Any, start: int, stop: int) -> None:
+    """Write the steps after `start` as one run does."""
+    with open_logs(run, start, has_sampler=False) as logs:
+        for step in range(start + 1, stop + 1):
+            for log in logs:
+                assert isinstance(log, MetricsLog)
+                log.write({"step": step, "loss": start})
+
+
+def test_table_has_a_row_per_line_and_a_column_per_name(tmp_path: Path):
+    lines = (
+        {"step": 1, "loss": 2.5, "lr": 1e-5},
+        {"step": 1, "eval_loss": 3.0, 'eval_a,"b': 1},
+        {"step": 2, "loss": None, "lr": 2e-5},
+    )
+    expected = 'step,loss,lr,eval_loss,"eval_a,""b"\n1,2.5,1e-05,,\n1,,,3.0,1\n2,,2e-05,,\n'
+    with open_logs(make_run(tmp_path, csv=True), 0, has_sampler=False) as logs:
+        for line in lines:
+            for log in logs:
+                assert isinstance(log, MetricsLog)
+                log.write(line)
+        # Before the run ends
+        assert (tmp_path / CSV_FILE).read_text() == expected
+
+
+@pytest.mark.parametrize("has_table_before", [True, False])
+def test_table_of_a_resumed_run_has_each_step_once(tmp_path: Path, has_table_before: bool):
+    write_steps(make_run(tmp_path, csv=has_table_before), 0, 5)
+    run = make_run(tmp_path, csv=True)
+    write_steps(run, 3, 6)
+    rows = [(row["step"], row["loss"]) for row in read_table(tmp_path)]
+    assert rows == [("1", "0"), ("2", "0"), ("3", "0"), ("4", "3"), ("5", "3"), ("6", "3")]
+    assert (CSV_FILE, [1, 2, 3, 4, 5, 6]) in run.storage.stored
+    write_steps(make_run(tmp_path, csv=True), 0, 1)
+    assert read_table(tmp_path) == [{"step": "1", "loss": "0"}]
 
 
 # Metrics in TensorBoard event files, read by TensorBoard itself.
