@@ -49,6 +49,9 @@ DECOMPRESSORS: Mapping[str, Callable[[], Any]] = {
     ".zst": _new_zstd_decompressor,
 }
 
+# Bytes that may follow a member. gzip skips zeros there, e.g. those of a tape or of a disk image.
+PADDING = {".gz": b"\0", ".zst": b""}
+
 
 def split_compression(name: str) -> tuple[str, str]:
     """Split a file name at the suffix of its compression.
@@ -73,10 +76,14 @@ def _decompressed_blocks(stream: BinaryIO, name: str, suffix: str) -> Iterator[b
 
     what = f"{name} cannot be decompressed"
     decompressor = None
+    # Before the first member there is none: a file of zeros is no gzip file.
+    padding = b""
     try:
         while read := stream.read(COMPRESSED_READ_NBYTES):
             for start in range(0, len(read), FEED_NBYTES[suffix]):
                 data = read[start : start + FEED_NBYTES[suffix]]
+                if decompressor is None:
+                    data = data.lstrip(padding)
                 while data:
                     decompressor = decompressor or DECOMPRESSORS[suffix]()
                     yield decompressor.decompress(data)
@@ -84,7 +91,8 @@ def _decompressed_blocks(stream: BinaryIO, name: str, suffix: str) -> Iterator[b
                     # b.gz`. The bytes after the end of a member belong to the next member.
                     data = b""
                     if decompressor.eof:
-                        data = decompressor.unused_data
+                        padding = PADDING[suffix]
+                        data = decompressor.unused_data.lstrip(padding)
                         decompressor = None
     except (zlib.error, zstandard.ZstdError) as error:
         raise PrepError(what, str(error), "get the file again") from error

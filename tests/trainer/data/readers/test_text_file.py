@@ -188,6 +188,26 @@ def test_error_names_the_damaged_file(tmp_path: Path, suffix: str, damage: str):
         list(READERS["text"].read(hash_file(path)))
 
 
+@pytest.mark.parametrize("n_zeros", [1, 100_000])
+def test_zeros_after_a_member_of_gzip_are_skipped(tmp_path: Path, n_zeros: int):
+    member = gzip.compress(LINES_OF_TEXT.encode())
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(2 * (member + bytes(n_zeros)))
+    text = "".join(
+        piece.text
+        for piece in READERS["text"].read(hash_file(path))
+        if isinstance(piece, TextChunk)
+    )
+    assert text == gzip.decompress(path.read_bytes()).decode() == 2 * LINES_OF_TEXT
+
+
+def test_file_of_zeros_is_no_gzip_file(tmp_path: Path):
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(bytes(100))
+    with pytest.raises(PrepError, match=r"a\.txt\.gz cannot be decompressed"):
+        list(READERS["text"].read(hash_file(path)))
+
+
 def test_compressed_file_changed_after_hashing_fails(tmp_path: Path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "a"}\n'))
