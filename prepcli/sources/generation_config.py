@@ -30,6 +30,9 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[JsonValue, ...]] = {
     "watermarking_config": (None,),
 }
 
+# Devices count in int32. No text has as many tokens, so a larger count has the same effect.
+MAX_COUNT = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
@@ -129,7 +132,7 @@ class _Fields:
         if self.values.get("min_new_tokens") is None:
             min_length = self.count("min_length")
         return TokenRules(
-            repetition_penalty=float(penalty),
+            repetition_penalty=self.number("repetition_penalty", penalty),
             no_repeat_ngram_size=self.count("no_repeat_ngram_size"),
             min_length=min_length,
             min_new_tokens=self.count("min_new_tokens"),
@@ -150,7 +153,14 @@ class _Fields:
             return 0
         if not isinstance(value, int) or value < 0:
             raise self.error(key)
-        return value
+        return min(value, MAX_COUNT)
+
+    def number(self, key: str, value: float) -> float:
+        """Return a number in a field as a float. An integer of JSON may be too large for one."""
+        try:
+            return float(value)
+        except OverflowError:
+            raise self.error(key) from None
 
     def tokens(self, key: str) -> tuple[int, ...]:
         """Return the tokens of a list within the vocabulary, or none if the field is absent."""
@@ -187,7 +197,8 @@ class _Fields:
             ids, bias = entry
             if not isinstance(bias, int | float) or isinstance(bias, bool):
                 raise self.error("sequence_bias")
-            biases.append((self.sequence("sequence_bias", ids), float(bias)))
+            number = self.number("sequence_bias", bias)
+            biases.append((self.sequence("sequence_bias", ids), number))
         return tuple(biases)
 
     def bad_words(self, eos_ids: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -211,7 +222,7 @@ class _Fields:
         if isinstance(value, list) and len(value) == 2:
             start, factor = value
             if type(start) is int and start >= 0 and isinstance(factor, int | float):
-                return start, float(factor)
+                return min(start, MAX_COUNT), self.number(key, factor)
         raise self.error(key)
 
     def stop_texts(self) -> tuple[str, ...]:

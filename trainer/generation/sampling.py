@@ -178,11 +178,11 @@ def apply_token_rules(
     is_token = (slots >= start_slots[:, None]) & (slots < length)
     logits = _add_sequence_bias(logits, decoded, rules.sequence_bias)
     if rules.repetition_penalty != 1.0:
-        penalized = jnp.where(
-            logits < 0, logits * rules.repetition_penalty, logits / rules.repetition_penalty
-        )
+        penalty = _float32(rules.repetition_penalty)
+        penalized = jnp.where(logits < 0, logits * penalty, logits / penalty)
         logits = jnp.where(_tokens_in_vocabulary(logits, tokens, is_token), penalized, logits)
-    if rules.no_repeat_ngram_size:
+    # No text is long enough to repeat an n-gram of more tokens than slots.
+    if 0 < rules.no_repeat_ngram_size <= tokens.shape[1]:
         ends = _repeated_ends(tokens, is_token, length, rules.no_repeat_ngram_size)
         logits = jnp.where(_tokens_in_vocabulary(logits, tokens, ends), -jnp.inf, logits)
     bad_words = [(ids, -math.inf) for ids in rules.bad_words_ids]
@@ -202,7 +202,8 @@ def apply_token_rules(
     if rules.exponential_decay_length_penalty is not None:
         start, factor = rules.exponential_decay_length_penalty
         # E.g. start 10 and factor 1.1: the 13th new token, number 12, adds |logit| * (1.1^2 - 1).
-        growth = jnp.where(step > start, factor ** (step - start).astype(jnp.float32) - 1, 0.0)
+        factors = _float32(factor) ** (step - start).astype(jnp.float32)
+        growth = jnp.where(step > start, factors - 1, 0.0)
         logits = jnp.where(is_eos, logits + jnp.abs(logits) * growth, logits)
     if rules.suppress_tokens:
         logits = jnp.where(_listed_tokens(logits, rules.suppress_tokens), -jnp.inf, logits)
@@ -215,6 +216,12 @@ def apply_token_rules(
         is_suppressed = is_begin & _listed_tokens(logits, rules.begin_suppress_tokens)
         logits = jnp.where(is_suppressed, -jnp.inf, logits)
     return logits
+
+
+def _float32(value: float) -> np.float32:
+    """Return a number in float32. One that is too large is infinite, as in torch."""
+    with np.errstate(over="ignore"):
+        return np.float32(value)
 
 
 def _add_sequence_bias(
@@ -239,7 +246,7 @@ def _add_sequence_bias(
         is_equal = is_token & (token == prefixes[:, column])
         matches &= is_equal | ~is_compared[:, column]
     last = jnp.array([ids[-1] for ids, _ in biases], jnp.int32)
-    added = jnp.where(matches, jnp.array([bias for _, bias in biases], jnp.float32), 0.0)
+    added = jnp.where(matches, jnp.array([_float32(bias) for _, bias in biases]), 0.0)
     return logits.at[:, last].add(added)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
+import warnings
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -170,9 +172,8 @@ def test_sampling_rejects_values_out_of_range(field: str, value: float):
 # Probabilities after the rules of a model and the filters of sampling are those of transformers.
 
 
-def probabilities(name: str) -> np.ndarray:
-    """Return the probabilities of a case, in rows that begin in different slots."""
-    fields = CASES[name]
+def probabilities(fields: Mapping[str, Any]) -> np.ndarray:
+    """Return the probabilities with the fields of a generation_config.json, in rows that begin in different slots."""
     defaults = generation_defaults({**fields, "eos_token_id": EOS}, None, VOCAB)
     tokens = np.asarray(TOKENS, np.int32)
     # Two free slots before each row, and one for the new token.
@@ -200,14 +201,50 @@ def probabilities(name: str) -> np.ndarray:
         )
         logits = warp_logits(logits, sampling)
     scores = np.asarray(logits, np.float64)
-    exponentials = np.exp(scores - scores.max(-1, keepdims=True))
-    return exponentials / exponentials.sum(-1, keepdims=True)
+    # Infinite scores have no probabilities: NaN, as in torch.
+    with np.errstate(invalid="ignore"):
+        exponentials = np.exp(scores - scores.max(-1, keepdims=True))
+        return exponentials / exponentials.sum(-1, keepdims=True)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_probabilities_are_those_of_transformers(name: str):
     expected = np.array(json.loads(FILE.read_text())[name])
-    np.testing.assert_allclose(probabilities(name), expected, atol=1e-6)
+    np.testing.assert_allclose(probabilities(CASES[name]), expected, atol=1e-6)
+
+
+LARGE_FIELDS: dict[str, Any] = {
+    "repetition_penalty": 1e300,
+    "min_length": 10**20,
+    "min_new_tokens": 10**20,
+    "no_repeat_ngram_size": 10**20,
+    "sequence_bias": [[[5], -1e300]],
+    "exponential_decay_length_penalty": [1, 1e300],
+}
+
+
+@pytest.mark.parametrize("field", LARGE_FIELDS)
+def test_large_numbers_give_probabilities_of_transformers(field: str):
+    pytest.importorskip("transformers")
+    fields = {field: LARGE_FIELDS[field]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        actual = probabilities(fields)
+    np.testing.assert_allclose(actual, processed_probabilities(fields), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"repetition_penalty": 10**400},
+        {"sequence_bias": [[[5], 10**400]]},
+        {"exponential_decay_length_penalty": [1, 10**400]},
+    ],
+)
+def test_integer_too_large_for_a_float_is_an_error(fields: dict[str, Any]):
+    (field,) = fields
+    with pytest.raises(PrepError, match=f"`{field}` is "):
+        generation_defaults({**fields, "eos_token_id": EOS}, None, VOCAB)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -222,7 +259,7 @@ def test_every_rule_has_a_case_with_an_effect():
     plain = np.exp(raw) / np.exp(raw).sum(-1, keepdims=True)
     unchanged = {"begin_suppress_tokens", "late_decay", "renormalize_logits"}
     for name in CASES:
-        is_changed = not np.allclose(probabilities(name), plain, atol=1e-4)
+        is_changed = not np.allclose(probabilities(CASES[name]), plain, atol=1e-4)
         assert is_changed == (name not in unchanged), name
 
 
