@@ -26,7 +26,7 @@ from typer.core import TyperCommand
 
 from prepcli.commands.console.progress_displays import Mode
 from prepcli.commands.console.ui import Report, Ui, open_ui
-from prepcli.commands.operations.operation import choices_of, minimum_of
+from prepcli.commands.operations.operation import choices_of, expand_path, minimum_of
 from prepcli.core.errors import UsageError, usage_error
 from prepcli.core.formatting import shorten
 from prepcli.core.option_spec import (
@@ -357,6 +357,7 @@ def _typer_function(function: Callable[..., Report], command_name: str) -> Calla
 
     @functools.wraps(function)
     def call(**values: Any) -> int:
+        values = {name: expand_path(name, value) for name, value in values.items()}
         for parameter_name, rows in rows_of.items():
             group: dict[str, Any] = {}
             for name, (_, spec) in rows.items():

@@ -234,8 +234,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
         if not is_command:
             check_arguments(given, annotations_of(function))
         names = [*positional_names, *[""] * len(args)]
-        values = [_expand_home(name, value) for name, value in zip(names, args)]
-        arguments = {name: _expand_home(name, value) for name, value in kwargs.items()}
+        values = [expand_path(name, value) for name, value in zip(names, args)]
+        arguments = {name: expand_path(name, value) for name, value in kwargs.items()}
         schema = _options_of(function)
         if schema is not None:
             arguments = with_defaults(schema, arguments)
@@ -249,17 +249,37 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def _expand_home(name: str, value: object) -> object:
+def expand_path(name: str, value: object) -> object:
     """Return the value of an argument with the home folder in place of the `~` of a path.
 
     Shells leave it in `--out=~/NAME`, and Python in every text. The output would be in a folder called `~`.
     """
-    # `expanduser` would also look up `~name` as a user, but a file may have this name.
     if name not in PATH_ARGUMENTS or not isinstance(value, str | Path):
         return value
-    if str(value) != "~" and not str(value).startswith("~/"):
+    path = str(value)
+    # `expanduser` would also look up `~name` as a user, but a file may have this name.
+    if path == "~" or path.startswith("~/"):
+        path = os.path.expanduser(path)
+    is_url = "://" in path
+    if name == "out" and ".." in Path(path).parts and not is_url:
+        path = _without_missing_folders(path)
+    if path == str(value):
         return value
-    return type(value)(os.path.expanduser(value))
+    return type(value)(path)
+
+
+def _without_missing_folders(path: str) -> str:
+    """Return a path without missing folders that `..` leaves again, e.g. `new/../a` -> `a`.
+
+    They would be made on the way to the output, and stay empty.
+    """
+    kept: list[str] = []
+    for part in Path(path).parts:
+        if part == ".." and kept and not os.path.lexists(Path(*kept)):
+            kept.pop()
+        else:
+            kept.append(part)
+    return str(Path(*kept))
 
 
 def _python_error(error: PrepError) -> PrepError:

@@ -13,6 +13,7 @@ import pytest
 
 import prepcli as prep
 from prepcli.commands.cli.main import main
+from prepcli.commands.operations.recipes import shipped_recipe
 from prepcli.core.errors import FAILED, OK, USAGE
 from prepcli.engine.pipeline import Pipeline
 from tests.helpers.adapters import make_adapter
@@ -136,6 +137,34 @@ def test_home_folder_stands_for_a_tilde(monkeypatch: pytest.MonkeyPatch):
     assert Path("third/prep-manifest.json").exists()
     assert Path("second/prep-manifest.json").exists()
     assert not Path("~").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recipes", "copy", "gpt2", "--out=~/script"],
+        ["launch", "slurm", "gpt2", "--out=~/script"],
+        ["launch", "slurm", "~/own.toml", "--out=~/script"],
+    ],
+)
+def test_commands_without_function_expand_a_tilde(
+    monkeypatch: pytest.MonkeyPatch, words: list[str]
+):
+    home = Path("home").absolute()
+    home.mkdir()
+    shutil.copy(shipped_recipe("gpt2"), home / "own.toml")
+    monkeypatch.setenv("HOME", str(home))
+    assert main([*words, "-q"]) == OK
+    assert (home / "script").is_file()
+    assert not Path("~").exists()
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize("out", ["new/../x", "new/deep/../../x", "./new/../m/../x"])
+def test_output_leaves_no_folder_on_its_way(out: str):
+    before = {path.name for path in Path().iterdir()}
+    assert main(["save-init", "m", "--out", out, "-q"]) == OK
+    assert {path.name for path in Path().iterdir()} == {*before, "x"}
 
 
 @pytest.mark.usefixtures("models")
