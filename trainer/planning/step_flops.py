@@ -221,11 +221,31 @@ def _computed_pairs(
     # rounded outwards to tiles of `kv_size`.
     q_size, kv_size = inputs.score_tile(*map(inputs.local_length, lengths))
     first = window - 1 if is_causal and window != FULL_ATTENTION else num_queries
-    num_tiles = 0
-    for start in range(0, num_queries, q_size):
-        stop = min(start + q_size, num_queries) if is_causal else num_keys
-        num_tiles += math.ceil(stop / kv_size) - max(0, start - first) // kv_size
+    num_rows = math.ceil(num_queries / q_size)
+    # Tiles of keys that end before all rows and before the windows of the rows
+    if is_causal:
+        num_tiles = _floor_sum(num_rows - 1, kv_size, q_size, q_size + kv_size - 1)
+        num_tiles += math.ceil(num_queries / kv_size)
+    else:
+        num_tiles = num_rows * math.ceil(num_keys / kv_size)
+    first_row = math.ceil(first / q_size)
+    num_tiles -= _floor_sum(num_rows - first_row, kv_size, q_size, first_row * q_size - first)
     return num_tiles * q_size * kv_size
+
+
+def _floor_sum(count: int, divisor: int, slope: int, offset: int) -> int:
+    """Return the sum of (slope * i + offset) // divisor for i from 0 to count - 1, without a loop over i.
+
+    The steps are those of Euclid's algorithm for slope and divisor (`floor_sum` of AtCoder Library).
+    """
+    total = 0
+    while count > 0:
+        total += count * (count - 1) // 2 * (slope // divisor) + count * (offset // divisor)
+        slope %= divisor
+        # Count the points below the line by columns instead of rows, where the axes have changed places.
+        count, offset = divmod(slope * count + offset % divisor, divisor)
+        slope, divisor = divisor, slope
+    return total
 
 
 def _recomputed_flops(inputs: MemoryInputs, stack: _ForwardFlops) -> int:

@@ -6,7 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from bench.model_configs import MODEL_CONFIGS
 from prepcli.core.errors import UsageError
@@ -34,6 +37,7 @@ from trainer.planning.step_time import (
     parse_devices,
 )
 from trainer.planning.training_plan import TrainingPlan, plan_training
+from trainer.recipe.key_types import MAX_INT32
 
 # Operations of a step against counts by hand, by XLA, and published figures.
 
@@ -55,9 +59,8 @@ MATRICES_7B = 6_738_415_616 - 32000 * 4096 - (2 * 32 + 1) * 4096
 
 def count(family: str, config: Any, **options: Any) -> StepFlops:
     """Count the operations of a step of four sequences."""
-    return count_step_flops(
-        make_inputs(family, config, micro_batch_size=ROWS, seq_length=LENGTH, **options)
-    )
+    sizes = {"micro_batch_size": ROWS, "seq_length": LENGTH, **options}
+    return count_step_flops(make_inputs(family, config, **sizes))
 
 
 def test_matmul_is_six_per_parameter_and_token():
@@ -181,6 +184,33 @@ def test_masked_counts_the_tiles_with_visible_pairs(
     q_size, kv_size = (LENGTH if size == -1 else size for size in tile)
     pairs = num_tiles * q_size * kv_size
     assert flops.attention_causal + flops.masked == 12 * 32 * 4096 * pairs * ROWS
+
+
+@given(st.integers(2, 60), st.integers(1, 70), st.integers(1, 70), st.none() | st.integers(1, 70))
+@example(2, 1, 1, 1)
+def test_masked_counts_the_tiles_of_a_mask(
+    length: int, q_size: int, kv_size: int, window: int | None
+):
+    flops = count_step_flops(
+        make_inputs(
+            "mistral",
+            LLAMA_7B | {"sliding_window": window},
+            seq_length=length,
+            attention_tile=(q_size, kv_size),
+        )
+    )
+    q_size, kv_size = min(q_size, length), min(kv_size, length)
+    queries, keys = np.mgrid[:length, :length]
+    is_visible = (keys <= queries) & (queries - keys < (window or length))
+    tiles = set(zip((queries // q_size)[is_visible], (keys // kv_size)[is_visible]))
+    pairs = len(tiles) * q_size * kv_size
+    assert flops.attention_causal + flops.masked == 12 * 32 * 4096 * pairs
+
+
+def test_flops_of_a_very_long_sequence_are_counted_at_once():
+    length = MAX_INT32
+    flops = count("llama", LLAMA_7B, seq_length=length, attention_tile=(1, 1))
+    assert flops.masked == 0
 
 
 def test_sources_without_tokens_have_no_pairs():
