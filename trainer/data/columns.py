@@ -106,12 +106,17 @@ def find_shapes(values: Mapping[str, object]) -> list[Shape]:
     [Shape(format='question_answer', fields='[question], answer')]
     """
     known = {name: values[name] for name in values if name in SHAPE_COLUMNS}
+    # If the columns with a value fit no shape, the others tell it. The record is then an invalid line.
     columns = {name: value for name, value in known.items() if value is not None}
+    return _find_shapes(columns) or _find_shapes(known)
+
+
+def _find_shapes(columns: Mapping[str, object]) -> list[Shape]:
     shapes: list[Shape] = []
     for name in CONVERSATIONS:
         if is_sharegpt(columns.get(name)):
             shapes.append(Shape("sharegpt", name))
-        elif _has_messages(columns.get(name)):
+        elif _has_messages(columns.get(name)) or columns.get(name, "") is None:
             shapes.append(Shape("chat", name))
     pairs = [pair for pair in PAIRS if {*pair} <= columns.keys()]
     paired = {name for pair in pairs for name in pair}

@@ -169,6 +169,22 @@ def test_ambiguous_columns_print_the_keys(record: dict[str, Any], keys: list[str
     assert all(key in caught.value.hint for key in keys)
 
 
+@pytest.mark.parametrize(
+    ("record", "shape"),
+    [
+        ({"instruction": None, "input": "1+1", "output": "2"}, ("alpaca", "[instruction+input], output")),
+        ({"prompt": "1+1?", "completion": None}, ("prompt_completion", "[prompt], completion")),
+        ({"messages": None, "id": 1}, ("chat", "messages")),
+        ({"text": "One.", "messages": None}, ("text", "text")),
+    ],
+)  # fmt: skip
+def test_null_of_the_first_record_is_an_invalid_line(
+    record: dict[str, Any], shape: tuple[str, str], tmp_path: Path
+):
+    data, _ = find(write_rows(tmp_path, record))
+    assert (data.format, data.fields) == shape
+
+
 @pytest.mark.parametrize("file_type", ["csv", "gzip", "list", "parquet"])
 def test_shape_is_found_in_other_files(file_type: str, tmp_path: Path):
     row = {"question": "1+1?", "answer": "2"}
