@@ -13,7 +13,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from prepcli.core.errors import PrepError
+from prepcli.core.errors import Command, PrepError, text
 from prepcli.core.json_values import HFConfig
 from prepcli.formats.manifest import NO_MANIFEST, check_files, read_manifest
 from prepcli.formats.safetensors import ADAPTER_CONFIG
@@ -222,14 +222,24 @@ def read_adapter_family(
     found: dict[str, str] = {}  # logical name -> prefix
     experts: dict[str, str] = {}
     for projection in (*projections(family, config), *expert_projections(family, config)):
-        layer = next(layer_names(projection.module, projection.stack, family, config))
-        names = [f"{layer}.{nesting}lora_A.weight" for nesting in ("", BASE_LAYER)]
-        prefix = next((wrappers[name] for name in names if name in wrappers), None)
-        if projection.has_experts:
-            if prefix is not None and settings.targets_parameter(projection.tensor):
-                experts.setdefault(projection.name, prefix)
-        elif prefix is not None:
-            found.setdefault(projection.name, prefix)
+        prefixes: dict[str, str] = {}
+        missing: list[str] = []
+        for layer in layer_names(projection.module, projection.stack, family, config):
+            names = [f"{layer}.{nesting}lora_A.weight" for nesting in ("", BASE_LAYER)]
+            prefix = next((wrappers[name] for name in names if name in wrappers), None)
+            if prefix is None:
+                missing.append(layer)
+            else:
+                prefixes[layer] = prefix
+        is_expert = projection.has_experts
+        if not prefixes or (is_expert and not settings.targets_parameter(projection.tensor)):
+            continue
+        layer, prefix = next(iter(prefixes.items()))
+        if missing:
+            what = f"{path}: adapters of some layers are not supported"
+            why = f"{layer} has one, and {missing[0]} has none"
+            raise PrepError(what, why, text("{} adds them to their base", Command("merge")))
+        (experts if is_expert else found).setdefault(projection.name, prefix)
     if not found and not experts:
         why = f"none of its tensors is an adapter of a projection of {family.name}"
         raise PrepError(

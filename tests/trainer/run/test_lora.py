@@ -397,6 +397,24 @@ def test_adapter_with_other_tensors_is_not_continued(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+def test_adapter_of_some_layers_is_not_continued(
+    adapter: Path, layer: int, capsys: pytest.CaptureFixture[str]
+):
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    left_out = f"layers.{layer}.self_attn.q_proj."
+    save_file({name: array for name, array in tensors.items() if left_out not in name}, path)
+    (adapter / MANIFEST_FILE).unlink()
+    recipe = Path("recipe.toml")
+    recipe.write_text(recipe.read_text().replace(LORA, '\n[lora]\npath = "adapter"\n'))
+    assert run_code("train", "recipe.toml", "--out", "second") == FAILED
+    error = capsys.readouterr().err
+    assert "adapter: adapters of some layers are not supported" in error
+    assert f"layers.{layer}.self_attn.q_proj has none" in error
+    assert "`prep merge` adds them to their base" in error
+
+
 # Adapters of experts, and modules trained as a whole, on meshes of 8 devices: the results of one device.
 
 # The vocabulary of 131 tokens is padded to 136 rows.
