@@ -48,6 +48,9 @@ from trainer.recipe.text_fields import (
 
 # The optimizer's numbers are float32.
 MAX_FLOAT32 = 3.4e38
+# Smaller ones are 0 on devices, and larger ones below 1 are 1. With `eps = 0` or `b2 = 1` AdamW divides 0 by 0.
+MIN_FLOAT32 = 1.2e-38
+MAX_BELOW_1 = 0.99999994
 INT32_KEYS = (
     *("train.steps", "train.max_skipped", "data.seq_length", "data.source_length"),
     "model.max_position_embeddings",
@@ -394,7 +397,7 @@ def _mixture_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _overflow_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield numbers that int32 or float32 cannot hold."""
+    """Yield numbers that are too large or too small for int32 or float32."""
     for key in keys_of(recipe):
         value = value_of(recipe, key)
         if not isinstance(value, int | float) or not (
@@ -405,8 +408,14 @@ def _overflow_problems(recipe: Recipe) -> Iterator[Problem]:
         maximum = MAX_FLOAT32
         if isinstance(value, int):
             maximum = MAX_INT32
+        why = ""
         if value > maximum:
             why = f"out of range: the maximum is {maximum:,}"
+        elif 0 < value < MIN_FLOAT32:
+            why = f"out of range: the smallest number above 0 is {MIN_FLOAT32:,}"
+        elif MAX_BELOW_1 < value < 1 and "exclusiveMaximum" in KEY_SCHEMAS[key]:
+            why = f"out of range: the largest number below 1 is {MAX_BELOW_1}"
+        if why:
             hint = f"`{key} = {example_value(KEY_SCHEMAS[key])}`"
             yield Problem((key,), _value_text(recipe, key), why, hint)
 

@@ -360,6 +360,10 @@ def values_of_type(alternative: Mapping[str, Any]) -> st.SearchStrategy[Any]:
             "exclusiveMaximum" in alternative,
         )
         floats = st.floats(low, high or 1e30, exclude_min=excludes_low, exclude_max=excludes_high)
+        # float32 has neither smaller numbers above 0 nor larger ones below 1.
+        floats = floats.filter(
+            lambda value: value == 0 or 1.2e-38 <= value <= 0.99999994 or value >= 1
+        )
         return floats | (st.nothing() if high else st.integers(1, 9))
     return st.booleans() if alternative["type"] == "boolean" else PATHS
 
@@ -531,6 +535,26 @@ def test_integers_beyond_int32_are_rejected(small: Path, key: str, value: int):
     with pytest.raises(PrepError, match=f"`{key}` is {value}") as caught:
         load_recipe(small, [f"{key}={value}"])
     assert "out of range: the maximum is 2,147,483,647" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("optimizer.eps=1e-39", "the smallest number above 0 is 1.2e-38"),
+        ("optimizer.lr=1e-300", "the smallest number above 0 is 1.2e-38"),
+        ("optimizer.b2=0.99999999", "the largest number below 1 is 0.99999994"),
+    ],
+)
+def test_floats_that_float32_rounds_to_0_or_1_are_rejected(small: Path, setting: str, why: str):
+    with pytest.raises(PrepError, match="out of range") as caught:
+        load_recipe(small, [setting])
+    assert why in str(caught.value)
+
+
+def test_floats_at_the_ends_of_float32_are_accepted(small: Path):
+    load_recipe(
+        small, ["optimizer.eps=1.2e-38", "optimizer.b2=0.99999994", "optimizer.lr=0.99999999"]
+    )
 
 
 def test_floats_beyond_float32_are_rejected(small: Path):
