@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from prepcli.core.errors import Key, PrepError, text, usage_error
+from prepcli.core.errors import Key, PrepError, UsageError, text, usage_error
 from prepcli.core.formatting import count_text
 from trainer.data.document_packing import DocumentRows
 from trainer.data.document_rows import make_rows
@@ -236,9 +236,7 @@ def with_stride(dataset: Dataset, stride: int | None) -> Dataset:
     if stride is None:
         return dataset
     if not isinstance(dataset, PackedDataset):
-        what = f"`{STRIDE_KEY}` is {stride}"
-        why = "windows need concatenated texts, and each row of this data has its own examples"
-        raise usage_error(what, why, text("remove {}", Key(STRIDE_KEY)))
+        raise stride_error(stride)
     length = dataset.seq_length
     low = dataset.first_row * length
     high = low + dataset.n_rows * length
@@ -246,6 +244,13 @@ def with_stride(dataset: Dataset, stride: int | None) -> Dataset:
     if dataset.first_row + dataset.n_rows == dataset.tokens.n_blocks:
         high = dataset.tokens.n_tokens
     return WindowDataset(dataset.tokens, low, high, stride, dataset.first_input)
+
+
+def stride_error(stride: int) -> UsageError:
+    """Return the error for windows over data without concatenated documents."""
+    what = f"`{STRIDE_KEY}` is {stride}"
+    why = "windows need concatenated texts, and each row of this data has its own examples"
+    return usage_error(what, why, text("remove {}", Key(STRIDE_KEY)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ from trainer.data.find_files import (
     has_local_files,
     resolve_type,
 )
+from trainer.data.packing import stride_error
 from trainer.data.tokenizer import check_tokenizer_exists
 from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
 from trainer.planning.step_inputs import context_warnings, state_leaves
@@ -49,6 +50,7 @@ from trainer.planning.training_plan import (
 from trainer.recipe import Recipe
 from trainer.recipe.conflicts import check_packing, check_source_length
 from trainer.recipe.data_table import Data, split_sources
+from trainer.recipe.text_fields import CONCATENATED
 from trainer.run.resume import (
     cast_warning,
     check_continued_start,
@@ -111,9 +113,13 @@ def check_model(recipe: Recipe, model: DataModel) -> None:
 
     Raises:
         UsageError: `data.seq_length` exceeds the positions, `data.packing` does not fit an encoder,
-            sources of an encoder have no maximum length, or `remat_policy` names the hidden units of experts.
+            sources of an encoder have no maximum length, `eval.stride` has no concatenated texts, or `remat_policy`
+            names the hidden units of experts.
     """
     has_encoder = model.arch_config.encoder is not None
+    stride = recipe.eval.stride
+    if stride is not None and (has_encoder or recipe.data.packing != CONCATENATED):
+        raise stride_error(stride)
     for _, data in split_sources(recipe.data):
         check_packing(data, has_encoder=has_encoder)
         check_source_length(data, has_encoder=has_encoder)

@@ -15,6 +15,7 @@ from prepcli.planning.manifest_fields import Manifest
 from prepcli.restore.item_reader import ItemReader
 from trainer.planning.step_inputs import check_patterns, split_batch
 from trainer.recipe import Recipe, recipe_to_toml
+from trainer.recipe.data_table import has_eval_data
 from trainer.recipe.key_types import MAX_INT32
 from trainer.run.checks import check_before_steps, check_machine, check_model, check_overrides
 from trainer.run.recipe_data import run_datasets
@@ -62,6 +63,7 @@ def configure(
     manifest = start.model_manifest(recipe)
     model = model_from_manifest(manifest)
     check_model(recipe, model)
+    _check_stride(recipe)
     if recipe.model.overrides and not recipe.model.is_random:
         check_overrides(start, model)
     check_model_layout(recipe, model, sharding)
@@ -147,7 +149,6 @@ def build_loop_config(
 
     recipe = run.recipe
     assert sharding.mesh is not None
-    _check_stride(recipe, datasets)
     check_patterns(recipe.optimizer, model.saved_leaves)
     batch_size = split_batch(recipe, sharding.mesh, sharding.rules).shape.size
     order = make_order(datasets, batch_size, seed=recipe.seed, shuffle=recipe.data.shuffle)
@@ -199,9 +200,9 @@ def _num_steps(recipe: Recipe, n_rows: int, order: RowOrder) -> int:
     return steps
 
 
-def _check_stride(recipe: Recipe, datasets: Datasets) -> None:
+def _check_stride(recipe: Recipe) -> None:
     """Raise UsageError if a recipe sets the stride of an evaluation that has no data."""
-    if recipe.eval.stride is not None and datasets.evaluation is None:
+    if recipe.eval.stride is not None and not has_eval_data(recipe.data):
         why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
         hint = text("{}", Key("data.holdout", 0.05, is_override=True))
         raise usage_error(f"`eval.stride` is {recipe.eval.stride}", why, hint)

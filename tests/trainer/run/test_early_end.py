@@ -213,6 +213,15 @@ def test_stride_without_evaluation_data_is_an_error(
 ):
     lines = error_lines(capsys, *words("run", "data.holdout=0", "eval.stride=8"))
     assert "there is no evaluation data" in "\n".join(lines)
+    assert not Path("run/data").exists(), "the data may take hours to tokenize"
+
+
+def test_stride_without_concatenated_texts_is_an_error(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    lines = error_lines(capsys, *words("run", "data.packing=documents", "eval.stride=8"))
+    assert "windows need concatenated texts" in "\n".join(lines)
+    assert not Path("run/data").exists(), "the data may take hours to tokenize"
 
 
 # `eval.patience` and `checkpoint.best` in several processes, also after a kill: the results of one process.
