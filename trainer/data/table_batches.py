@@ -47,12 +47,12 @@ class InvalidRow:
 class TableReader:
     """Reads the file that the parent process passes to its calls, in a child process."""
 
-    def __init__(self, is_parquet: bool, nbytes: int, max_row_nbytes: int) -> None:
-        """Start before the first row of a Parquet or Arrow file of `nbytes`."""
+    def __init__(self, table_format: str, nbytes: int, max_row_nbytes: int) -> None:
+        """Start before the first row of a file of `nbytes`, in a format of `BATCH_READERS`."""
         # A second thread for decoding or reading would have buffers of its own.
         pyarrow.set_cpu_count(1)
         pyarrow.set_io_thread_count(1)
-        self._parts = _read_parts(is_parquet, nbytes, max_row_nbytes)
+        self._parts = _read_parts(table_format, nbytes, max_row_nbytes)
         self._num_parts = 0
 
     def read_part(self, index: int) -> tuple[Any, ...]:
@@ -85,17 +85,13 @@ class TableReader:
 
 
 def _read_parts(
-    is_parquet: bool, nbytes: int, max_row_nbytes: int
+    table_format: str, nbytes: int, max_row_nbytes: int
 ) -> Iterator[tuple[tuple[RecordBatch, int] | InvalidRow, int]]:
     """Yield rows with the number of the first one, and invalid rows, each with its share of the file's bytes."""
     # pyarrow reads a few bytes at a time. Each read of the buffer is a message to the parent.
     stream = cast(BinaryIO, io.BufferedReader(ParentFile(nbytes), BUFFER_NBYTES))
-    if is_parquet:
-        batches = _parquet_batches(stream, nbytes)
-    else:
-        batches = _arrow_batches(stream, nbytes)
     first_row = 1
-    for batch, share in batches:
+    for batch, share in BATCH_READERS[table_format](stream, nbytes):
         if first_row == 1:
             check_schema(batch.schema)
         for piece in _valid_pieces(batch, first_row, max_row_nbytes):
@@ -226,6 +222,9 @@ def _arrow_batches(stream: BinaryIO, nbytes: int) -> Iterator[tuple[RecordBatch,
         yield batch, stream.tell() - position
         position = stream.tell()
 
+
+# Name of the format in messages -> the function that yields its record batches.
+BATCH_READERS = {"Parquet": _parquet_batches, "Arrow": _arrow_batches}
 
 # A few bytes of a file can encode a large value: a list of 2^31 nulls has no bytes at all, and each
 # element of a list can refer to the same long text of a dictionary. Rows are therefore measured by

@@ -21,7 +21,7 @@ from trainer.data.find_files import (
     resolve_type,
     with_companions,
 )
-from trainer.data.readers import READERS
+from trainer.data.readers import READERS, TABLE_READERS
 from trainer.data.records import RecordSettings
 from trainer.data.shards import read_valid_meta
 from trainer.data.tokenizer import TextTokenizer
@@ -44,7 +44,6 @@ ADDED_TOKENS = ("add_bos", "add_eos", "prepend_text")
 TOKENS_VERSION = 1
 # Version of the objects in rows of tables, which chat templates see. Also a part of the identity.
 ROW_VALUES_VERSION = 1
-TABLE_TYPES = ("parquet", "arrow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +253,7 @@ def store_identity(
     # did not have the setting, therefore keep their identity. The order of keys is part of the
     # digest.
     inputs |= settings.identity_inputs(without)
-    has_row_values = settings.chat_template is not None and config.type in TABLE_TYPES
+    has_row_values = settings.chat_template is not None and config.type in TABLE_READERS
     if has_row_values and IdentityChange.TABLE_ROWS not in without:
         inputs["row_values"] = ROW_VALUES_VERSION
     if rule := config.overlong_rule.identity_inputs():

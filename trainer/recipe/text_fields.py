@@ -16,11 +16,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from prepcli.core.errors import Key, text, usage_error
 
-FileType = Literal["text", "json", "csv", "parquet", "arrow", "ids", "megatron"]
+# Types of tables that pyarrow decodes.
+TableType = Literal["parquet", "arrow"]
+# Types of files with records, whose values have names.
+ColumnType = Literal["json", "csv", TableType]
+FileType = Literal["text", ColumnType, "ids", "megatron"]
 # `auto` takes the type that the suffix of the files names.
 DataType = Literal["auto", FileType]
 DataFormat = Literal[
@@ -44,9 +48,7 @@ IdsDtype = Literal["uint16", "uint32", "int32", "int64"]
 DEFAULT_IDS_DTYPE: IdsDtype = "uint16"
 DEFAULT_MAX_DOCUMENT_NBYTES = 64 << 20
 # Default of `data.fields` of each type that has columns, or may have some.
-DEFAULT_FIELDS: Mapping[str, str] = dict.fromkeys(
-    ("auto", "json", "csv", "parquet", "arrow"), "text"
-)
+DEFAULT_FIELDS: Mapping[str, str] = dict.fromkeys(("auto", *get_args(ColumnType)), "text")
 Packing = Literal["concatenate", "documents", "none"]
 # The packing that gives sequences segment ids and positions.
 SEGMENTED: Packing = "documents"

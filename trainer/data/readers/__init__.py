@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from trainer.data.readers.ids_files import IDS_READER, MEGATRON_READER
 from trainer.data.readers.reader import Reader
-from trainer.data.readers.table_files import ARROW_READER, PARQUET_READER
+from trainer.data.readers.table_files import TABLE_READERS
 from trainer.data.readers.text_files import CSV_READER, JSON_READER, TEXT_READER
 from trainer.recipe.text_fields import FileType
 
@@ -14,8 +14,7 @@ READERS: Mapping[FileType, Reader] = {
     "text": TEXT_READER,
     "json": JSON_READER,
     "csv": CSV_READER,
-    "parquet": PARQUET_READER,
-    "arrow": ARROW_READER,
+    **TABLE_READERS,
     "ids": IDS_READER,
     "megatron": MEGATRON_READER,
 }

@@ -25,12 +25,11 @@ from trainer.data.readers.reader import (
     read_seekable,
     too_large_error,
 )
+from trainer.recipe.text_fields import TableType
 
 if TYPE_CHECKING:
     from pyarrow import Field, RecordBatch, Schema
 
-PARQUET = "Parquet"
-ARROW = "Arrow"
 # Memory of a child without its rows: a page or a record batch, compressed and decompressed, and dictionaries.
 DECODING_NBYTES = 1 << 30
 # Memory for copies of the largest row: in its page, in its batch and in the message.
@@ -66,7 +65,7 @@ def _parse_table(
     # A file states the sizes of its pages and dictionaries, and pyarrow allocates what it states. E.g. rows of 64 MiB
     # give 1 GiB + 8 * 64 MiB = 1.5 GiB.
     limits = Limits(DECODING_NBYTES + ROW_COPIES * options.max_document_nbytes, DECODING_S)
-    arguments = (table_format == PARQUET, file.nbytes, options.max_document_nbytes)
+    arguments = (table_format, file.nbytes, options.max_document_nbytes)
     reader = Sandbox("trainer.data.table_batches:TableReader", arguments, limits=limits)
     number = 0
     num_parts = 0
@@ -267,5 +266,7 @@ def _decode_or_none(decoder: ValueDecoder | None, value: Any) -> Any:
     return decoder(value)
 
 
-PARQUET_READER = Reader((".parquet",), partial(_read_table, PARQUET))
-ARROW_READER = Reader((".arrow",), partial(_read_table, ARROW), other_suffixes=(".feather",))
+TABLE_READERS: Mapping[TableType, Reader] = {
+    "parquet": Reader((".parquet",), partial(_read_table, "Parquet")),
+    "arrow": Reader((".arrow",), partial(_read_table, "Arrow"), other_suffixes=(".feather",)),
+}

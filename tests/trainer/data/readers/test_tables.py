@@ -31,6 +31,7 @@ from tests.trainer.data.chat_templates import LAST_REASONS
 from tests.trainer.data.test_chat import write_tokenizer
 from trainer.data.chat_template import load_chat_template
 from trainer.data.files import hash_file
+from trainer.data.find_files import resolve_type
 from trainer.data.readers import READERS, table_files
 from trainer.data.readers.reader import ReadOptions, Record
 from trainer.data.store import DOCUMENTS_FILE, TOKENS_FILE, WEIGHTS_FILE, read_meta
@@ -380,7 +381,7 @@ FORMATS: dict[str, Callable[[pa.RecordBatch], bytes]] = {"stream": stream_bytes,
 def read_table(path: Path, data: bytes, options: ReadOptions | None = None) -> list[dict[str, Any]]:
     """Return the rows of a file with these bytes."""
     path.write_bytes(data)
-    reader = READERS["parquet" if path.suffix == ".parquet" else "arrow"]
+    reader = READERS[resolve_type([path], "auto")]
     pieces = reader.read(hash_file(path), options or ReadOptions())
     return [dict(piece.values) for piece in pieces if isinstance(piece, Record)]
 

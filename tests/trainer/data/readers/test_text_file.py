@@ -37,7 +37,8 @@ from trainer.data.readers.reader import TextChunk
 from trainer.data.readers.text_files import split_text
 from trainer.data.records import RecordSettings, ShardReader, divide_files
 from trainer.data.store import read_meta
-from trainer.recipe.text_fields import DEFAULT_FIELDS, DataType, FileType
+from trainer.recipe.data_table import Data
+from trainer.recipe.text_fields import DataType, FileType
 
 # Text files: no text is lost, cuts keep the tokens, and errors name the offset.
 
@@ -354,7 +355,8 @@ def test_files_of_all_types_give_equal_stores(
         digests(tmp_path, tokenizer, path) for path in write_json_files(tmp_path, ROWS)
     )
     assert others == [expected] * 5
-    assert [digests(tmp_path, tokenizer, path) for path in write(tmp_path, ROWS)] == [expected] * 3
+    for path in write(tmp_path, ROWS):
+        assert digests(tmp_path, tokenizer, path) == expected, path.name
 
 
 @pytest.mark.slow
@@ -401,7 +403,16 @@ TRAINER = Path(trainer.__path__[0])
 
 def test_every_type_of_data_has_a_reader():
     assert set(READERS) == set(get_args(FileType)) == {*get_args(DataType)} - {"auto"}
-    assert DEFAULT_FIELDS.keys() <= {*get_args(DataType)}
+
+
+def test_every_type_of_data_is_documented():
+    page = (TRAINER.parent / "docs" / "how-to" / "data.md").read_text()
+    description = Data.model_fields["type"].description or ""
+    for name, reader in READERS.items():
+        assert f"| `{name}` |" in page
+        assert f"`{name}`" in description
+        for suffix in reader.suffixes + reader.other_suffixes:
+            assert f"`{suffix}`" in page
 
 
 def test_suffixes_of_readers_differ():
