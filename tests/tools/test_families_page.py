@@ -7,7 +7,8 @@ from pathlib import Path
 from prepcli.models.registry import FAMILIES
 from tools.families_page import families_page
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reference" / "families.md"
 
 
 def test_page_is_up_to_date():
@@ -19,3 +20,7 @@ def test_page_is_up_to_date():
 def test_page_lists_every_family():
     for name in FAMILIES:
         assert f"| `{name}` |" in PAGE.read_text()
+
+
+def test_readme_counts_the_families():
+    assert f"[{len(FAMILIES)} model types]" in (ROOT / "README.md").read_text()
