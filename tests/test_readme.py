@@ -46,7 +46,7 @@ FAMILY_GUIDE = GUIDES_FOLDER / "add-a-family.md"
 FLAX_GUIDE = GUIDES_FOLDER / "flax.md"
 # Tests below compare what the scripts of these pages print.
 SCRIPTS_WITH_TESTS = (README, FLAX_GUIDE)
-# test_add_a_family runs the commands of FAMILY_GUIDE in a copy of the checkout, which they change.
+# test_add_a_family runs the commands of FAMILY_GUIDE, and compares its code with the checkout.
 GUIDES = [page for page in sorted(GUIDES_FOLDER.glob("*.md")) if page != FAMILY_GUIDE]
 # Pages that train or start processes for more than a few seconds.
 SLOW_PAGES = ("notebooks.md", "prove.md")

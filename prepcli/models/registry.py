@@ -112,6 +112,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "gpt_neox_japanese": "gpt_rotary",
     "diffllama": "llama_extended",
     "doge": "llama_extended",
+    "persimmon": "persimmon",
 }
 # Types of published config.json with the layers, the tensors and the fields of a family.
 MODEL_TYPE_ALIASES: Mapping[str, str] = {

@@ -242,6 +242,7 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
     "vaultgemma": GEMMA | {
         "model_type": "vaultgemma", "hidden_size": 30, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0,
     },
+    "persimmon": SMALL | {"model_type": "persimmon", "layer_norm_eps": 1e-3},
     **HYBRID_FAMILIES,
 }  # fmt: skip
 DENSE_FAMILIES |= LATER_FAMILIES
@@ -280,6 +281,9 @@ DENSE_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transforme
     "umt5-saved": DENSE["umt5"] | {"scale_decoder_outputs": False},
     "ministral3-sliding": DENSE["ministral3"] | {"sliding_window": 5},
     "bloom-8-heads": DENSE["bloom"] | {"num_attention_heads": 8, "tie_word_embeddings": False},
+    "persimmon-bare": DENSE["persimmon"] | {
+        "qk_layernorm": False, "partial_rotary_factor": 1.0, "hidden_act": "gelu_new", "tie_word_embeddings": True,
+    },
     **HYBRID_VARIANTS,
 }  # fmt: skip
 DENSE_FAMILY_VARIANTS |= LATER_FAMILY_VARIANTS
