@@ -158,7 +158,8 @@ class Mixer:
         h_t       = exp(-exp(a_log) dt_t) h_(t-1) + dt_t v_t k_t
         mixer(x)  = ((h_t . q_t + d v_t) * silu(x W_z)) W_o
 
-    Jamba has RMS norms of q, k and v W_dt_down (arXiv:2403.19887, section 6.4).
+    Jamba has RMS norms of q, k and v W_dt_down (arXiv:2403.19887, section 6.4). Those of Falcon Mamba have no scales
+    (arXiv:2410.05355, `FalconMambaMixer` of transformers).
 
     Attributes:
         kind: The equations.
@@ -168,6 +169,8 @@ class Mixer:
         input_scale: Factor of the normed input.
         projection_scales: Name of a projection -> factor of its output. Other outputs have the factor 1.
         output_scale: Factor of the output.
+        plain_norm_eps: Epsilon of RMS norms without scales of q, k and v W_dt_down. If it is None, only those with
+            scales exist.
         initial_steps: Initial softplus(b_dt) of Mamba and Mamba-2. If it is None, b_dt starts at 0 and 1.
     """
 
@@ -178,6 +181,7 @@ class Mixer:
     input_scale: float = 1.0
     projection_scales: tuple[tuple[str, float], ...] = ()
     output_scale: float = 1.0
+    plain_norm_eps: float | None = None
     initial_steps: InitialSteps | None = None
 
     @property

@@ -113,6 +113,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "diffllama": "llama_extended",
     "doge": "llama_extended",
     "persimmon": "persimmon",
+    "falcon_mamba": "mamba",
 }
 # Types of published config.json with the layers, the tensors and the fields of a family.
 MODEL_TYPE_ALIASES: Mapping[str, str] = {

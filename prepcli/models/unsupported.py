@@ -37,7 +37,7 @@ MECHANISMS = (
     ),
     _mechanism(
         "state-space layers other than those of the supported families",
-        "falcon_mamba zamba zamba2",
+        "zamba zamba2",
         *("state_size", "ssm_cfg", "ssm_state_size", "mamba_d_state", "mamba_d_conv"),
     ),
     _mechanism("recurrent layers", "recurrent_gemma rwkv xlstm", "lru_width"),

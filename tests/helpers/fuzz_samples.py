@@ -214,7 +214,15 @@ VALUES: Mapping[str, ValueSampler] = {
         ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn"), ACT
     ),
     **dict.fromkeys(
-        ("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps", "norm_eps", "norm_epsilon"), EPS
+        (
+            "layer_norm_epsilon",
+            "layer_norm_eps",
+            "rms_norm_eps",
+            "norm_eps",
+            "norm_epsilon",
+            "mixer_rms_eps",
+        ),
+        EPS,
     ),
     **dict.fromkeys(("attention_multiplier", "residual_multiplier"), one_of(0.3, 0.5, 1.0, 2)),
     **dict.fromkeys(("embedding_multiplier", "logits_scaling"), one_of(0.5, 1.0, 4, 12.0)),
@@ -364,7 +372,7 @@ ROTARY_FAMILIES = [
     name
     for name, config in DENSE_FAMILIES.items()
     # Mamba has no attention, and so no rotary embeddings. CodeGen has no fields for theirs.
-    if name == config["model_type"] and name not in ("mamba", "mamba2", "codegen")
+    if name == config["model_type"] and name not in ("mamba", "mamba2", "falcon_mamba", "codegen")
 ]
 # Config fields that the config class lacks or names differently.
 EXTRA_FIELDS: Mapping[str, Sequence[str]] = {

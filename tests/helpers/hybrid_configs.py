@@ -61,6 +61,7 @@ MAMBA = {
     "conv_kernel": 3, "layer_norm_epsilon": 1e-3, "time_step_rank": 3, "bos_token_id": 0, "eos_token_id": 0,
     "pad_token_id": None,
 }  # fmt: skip
+FALCON_MAMBA = MAMBA | {"model_type": "falcon_mamba", "mixer_rms_eps": 0.1}
 # With a smaller epsilon, rounding errors grow in training: losses of torch in float32 and float64 differ by 1e-5.
 JAMBA = SMALL | {
     "model_type": "jamba", "num_hidden_layers": 3, "rms_norm_eps": 1e-2, "attn_layer_period": 3, "attn_layer_offset": 2,
@@ -82,6 +83,7 @@ HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h": NEMOTRON_H,
     "mamba": MAMBA,
     "jamba": JAMBA,
+    "falcon_mamba": FALCON_MAMBA,
 }
 # Configs without a golden file. Tests compare them with the installed transformers.
 HYBRID_VARIANTS: dict[str, dict[str, Any]] = {
@@ -122,6 +124,10 @@ HYBRID_VARIANTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True, "hidden_act": "gelu",
     },
     "mamba-biases": MAMBA | {
+        "use_bias": True, "use_conv_bias": False, "expand": 3, "hidden_act": "gelu", "time_step_rank": "auto",
+        "tie_word_embeddings": False,
+    },
+    "falcon_mamba-biases": FALCON_MAMBA | {
         "use_bias": True, "use_conv_bias": False, "expand": 3, "hidden_act": "gelu", "time_step_rank": "auto",
         "tie_word_embeddings": False,
     },

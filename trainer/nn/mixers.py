@@ -23,7 +23,7 @@ from trainer.nn.cache import STATE, KVCache
 from trainer.nn.context import LayerContext
 from trainer.nn.mlp import ACTIVATION_FUNCTIONS
 from trainer.nn.model_spec import name_activation
-from trainer.nn.projections import Leaves, Projections, linear, norm, scale_by
+from trainer.nn.projections import Leaves, Projections, linear, norm, plain_rms_norm, scale_by
 from trainer.nn.scans import Recurrence, SelectiveInputs, chunked_scan, selective_scan
 from trainer.nn.token_chunks import TokenFunction, over_token_chunks
 
@@ -292,7 +292,7 @@ def mamba(
     projected = project(x, weights, ("v", "z"), context)
     convolved, new_states = convolve({"v": projected["v"]}, weights, context, states)
     v = ACTIVATION_FUNCTIONS[mixer.activation or context.arch_config.activation](convolved["v"])
-    selected = _select(v, weights, context)
+    selected = _select(v, weights, context, mixer)
     inputs = SelectiveInputs(
         q=selected["q"],
         k=selected["k"],
@@ -311,7 +311,9 @@ def mamba(
     return project_out((output, projected["z"]), gate, weights, context), new_states
 
 
-def _select(v: Array, weights: Projections, context: LayerContext) -> dict[str, Array]:
+def _select(
+    v: Array, weights: Projections, context: LayerContext, mixer: Mixer
+) -> dict[str, Array]:
     """Project channels [B, T, C] to queries and keys [B, T, N], and to steps dt, float32 [B, T, C]."""
     num_devices = context.sharding.num_devices
 
@@ -321,6 +323,8 @@ def _select(v: Array, weights: Projections, context: LayerContext) -> dict[str, 
             output = linear(v, weights[name], num_devices=num_devices)
             if f"{name}_norm" in weights:
                 output = norm(output, weights[f"{name}_norm"], context.arch_config)
+            if mixer.plain_norm_eps is not None:
+                output = plain_rms_norm(output, mixer.plain_norm_eps)
             selected[name] = output
         steps = {name: leaf for name, leaf in weights["dt_up"].items() if name != "bias"}
         dt = linear(selected.pop("dt_down"), steps, num_devices=num_devices)

@@ -36,7 +36,7 @@ MAX_DENSE_TOKENS = 2048
 # Tokens whose logits are on the device at the same time: 134 MB for a vocabulary of 131,072.
 BLOCK_TOKENS = 256
 # Types of models whose hidden states in transformers begin after the first layer.
-STATES_WITHOUT_EMBEDDING = {"mamba", "mamba2"}
+STATES_WITHOUT_EMBEDDING = {"mamba", "mamba2", "falcon_mamba"}
 
 
 def temporary_folder() -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,7 @@ from prepcli.models.families.hybrid import (
     read_layer_types,
 )
 from prepcli.models.layer_config import InitialSteps, Mixer, Router
-from prepcli.models.parameters import MAX_LAYERS, Parameter, if_set, read_size
+from prepcli.models.parameters import MAX_LAYERS, Family, Parameter, if_set, read_size
 from prepcli.models.rows import (
     ALWAYS,
     Condition,
@@ -409,37 +409,59 @@ def _nemotron_group(parameters: Parameters, name: str, may_be_all: bool = False)
     return LayerGroup(parameters, layers_of(_read_nemotron_types, name), may_be_all)
 
 
-FAMILIES = by_name(
-    declare(
-        "mamba",
-        "Mamba: layers of one selective scan each, without attention and MLP.",
-        sizes=_read_mamba_sizes,
+def _mixers_only(
+    name: str,
+    title: str,
+    *,
+    sizes: Callable[[HFConfig], dict[str, int]],
+    parameters: Parameters,
+    mixer: Callable[[HFConfig], Mixer],
+    tied: bool = False,
+) -> Family:
+    """Return a family with a norm and a recurrent mixer in each layer, and nothing else."""
+    return declare(
+        name,
+        title,
+        sizes=sizes,
         arch=_arch,
-        parameters=_backbone(MIXER_NORM | OWN_MAMBA),
-        prefix="backbone.",
-        choices={
-            "mixer": lambda config, sizes: Mixer(
-                "mamba", initial_steps=_read_initial_steps(config)
-            ),
-            "mixer_layers": all_layers,
-        },
-        check=_reject_rescaled_outputs,
-        tied=True,
-    ),
-    declare(
-        "mamba2",
-        "Mamba-2: layers of one recurrent mixer each, without attention and MLP.",
-        sizes=_read_mamba2_sizes,
-        arch=_arch,
-        parameters=_backbone(MIXER_NORM | OWN_MAMBA2),
+        parameters=_backbone(MIXER_NORM | parameters),
         prefix="backbone.",
         choices={
             "mixer": lambda config, sizes: dataclasses.replace(
-                read_mamba2(config), initial_steps=_read_initial_steps(config)
+                mixer(config), initial_steps=_read_initial_steps(config)
             ),
             "mixer_layers": all_layers,
         },
         check=_reject_rescaled_outputs,
+        tied=tied,
+    )
+
+
+FAMILIES = by_name(
+    _mixers_only(
+        "mamba",
+        "Mamba: layers of one selective scan each, without attention and MLP.",
+        sizes=_read_mamba_sizes,
+        parameters=OWN_MAMBA,
+        mixer=lambda config: Mixer("mamba"),
+        tied=True,
+    ),
+    _mixers_only(
+        "falcon_mamba",
+        "Falcon Mamba: Mamba with norms of queries, keys and the ranks of steps, without scales.",
+        sizes=_read_mamba_sizes,
+        parameters=OWN_MAMBA,
+        mixer=lambda config: Mixer(
+            "mamba", plain_norm_eps=read_positive(config, "mixer_rms_eps", 1e-6)
+        ),
+        tied=True,
+    ),
+    _mixers_only(
+        "mamba2",
+        "Mamba-2: layers of one recurrent mixer each, without attention and MLP.",
+        sizes=_read_mamba2_sizes,
+        parameters=OWN_MAMBA2,
+        mixer=read_mamba2,
     ),
     declare(
         "nemotron_h",

@@ -91,7 +91,7 @@ def test_stored_head_decides_if_the_config_states_no_tie():
         ({"text_config": None}, "its config has none of text_config"),
         ({"text_config": {"model_type": "mllama_text_model"}}, "'mllama_text_model', which"),
         ({"text_config": {"model_type": "qwen3_vl_text"}}, "does not state hidden_size"),
-        ({"text_config": {"model_type": "falcon_mamba", "state_size": 8}}, "state-space layers"),
+        ({"text_config": {"model_type": "zamba2", "state_size": 8}}, "state-space layers"),
         ({"text_config": {"model_type": ["llama"]}}, "['llama'], which"),
         ({"model_type": "paligemma"}, "attend to all"),
     ],

@@ -14,7 +14,7 @@ from prepcli.models.unsupported import MECHANISMS, missing_mechanism
 @pytest.mark.parametrize(
     ("config", "mechanism"),
     [
-        ({"model_type": "falcon_mamba", "state_size": 16}, "state-space layers"),
+        ({"model_type": "zamba2", "state_size": 16}, "state-space layers"),
         ({"model_type": "zamba", "mamba_d_state": 16}, "state-space layers"),
         ({"model_type": "rwkv"}, "recurrent layers"),
         ({"model_type": "deepseek_v32", "n_routed_experts": 256}, "sparse attention"),

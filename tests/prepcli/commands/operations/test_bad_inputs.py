@@ -104,9 +104,9 @@ def test_missing_shard_is_named(capsys):
 
 def test_unknown_family_error_names_the_unsupported_layers(capsys):
     make_checkpoint(Path("m"))
-    edit_config("m", model_type="falcon_mamba")
+    edit_config("m", model_type="zamba2")
     code, lines = run_failing_unchanged(capsys, "save-init", "./m", "--no-verbatim")
-    assert (code, lines[0]) == (1, "error: model_type `falcon_mamba` is not supported")
+    assert (code, lines[0]) == (1, "error: model_type `zamba2` is not supported")
     mechanism = "state-space layers other than those of the supported families"
     assert lines[1] == f"  why: it needs {mechanism}, which prep does not support"
 

@@ -22,7 +22,7 @@ from prepcli.commands.operations.verify_logits import (
     relative_differences,
 )
 from prepcli.core.errors import PrepError, UsageError
-from tests.helpers.hybrid_configs import MAMBA2
+from tests.helpers.hybrid_configs import FALCON_MAMBA, MAMBA2
 from tests.helpers.later_configs import LATER_FAMILIES
 from tests.helpers.run_cli import Capture, MonkeyPatch, run_ok
 from tests.helpers.slow_cases import slow_except
@@ -133,8 +133,8 @@ def test_changed_weight_parts_at_its_layer(home: Path):
 # Rows of these experts are no multiple of 16 bytes. The hidden states of Mamba in transformers lack the embedding.
 @pytest.mark.parametrize(
     "base",
-    [LLAMA, GPT_NEO, QWEN3_MOE, MAMBA2, CODEGEN],
-    ids=["llama", "gpt_neo", "qwen3_moe", "mamba2", "codegen"],
+    [LLAMA, GPT_NEO, QWEN3_MOE, MAMBA2, FALCON_MAMBA, CODEGEN],
+    ids=["llama", "gpt_neo", "qwen3_moe", "mamba2", "falcon_mamba", "codegen"],
 )
 def test_model_equals_itself_in_transformers(tmp_path: Path, base: dict[str, Any]):
     pytest.importorskip("transformers")

@@ -199,11 +199,9 @@ def test_inspect_shows_true_vocabulary(capsys: Capture) -> None:
 
 
 def test_inspect_names_unknown_model_type(capsys: Capture) -> None:
-    write_hf_folder(
-        Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"model_type": "falcon_mamba"}
-    )
+    write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"model_type": "zamba2"})
     lines = inspect_lines(capsys, "m")
-    assert lines[0] == "m  falcon_mamba (unknown family)  2 values  16 bytes float64"
+    assert lines[0] == "m  zamba2 (unknown family)  2 values  16 bytes float64"
     assert lines[2] == "names kept as in the file; prep cannot train this architecture"
 
 

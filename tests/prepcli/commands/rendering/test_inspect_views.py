@@ -132,7 +132,7 @@ def test_shards_need_known_dims(capsys: Capture, work_dir: Path) -> None:
 
 def test_shards_of_unknown_family_are_split_by_size(capsys: Capture) -> None:
     tensors = {"x": np.ones((4, 6), np.float32)}
-    write_hf_folder(Path("m"), {"model.safetensors": tensors}, {"model_type": "falcon_mamba"})
+    write_hf_folder(Path("m"), {"model.safetensors": tensors}, {"model_type": "zamba2"})
     lines = inspect_lines(capsys, "m", "--shards", "x", "--mesh", "1,2,2")
     assert lines[0].startswith("params.x  [4, 6] float32  P(fsdp, mp)")
 

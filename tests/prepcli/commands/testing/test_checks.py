@@ -203,8 +203,8 @@ def test_check_family_runs_checks_in_order(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_check_family_rejects_an_unknown_family():
-    with pytest.raises(PrepError, match="model_type `falcon_mamba` is not supported"):
-        check_family({"model_type": "falcon_mamba"})
+    with pytest.raises(PrepError, match="model_type `zamba2` is not supported"):
+        check_family({"model_type": "zamba2"})
 
 
 def test_package_imports_neither_torch_nor_transformers():

@@ -127,7 +127,7 @@ def test_check_family_command_warns_about_even_sizes(
 @pytest.mark.parametrize(
     ("text", "options", "code", "message"),
     [
-        ('{"model_type": "falcon_mamba"}', [], 1, "model_type `falcon_mamba` is not supported"),
+        ('{"model_type": "zamba2"}', [], 1, "model_type `zamba2` is not supported"),
         ('{"model_type": "lama"}', [], 1, "the most similar family is llama"),
         ("{", [], 1, "config.json is broken"),
         ("[]", [], 1, "it is not a JSON object"),

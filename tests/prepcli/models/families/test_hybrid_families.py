@@ -62,7 +62,7 @@ def test_recurrent_states_do_not_grow_with_the_number_of_tokens(name: str):
     assert {shape[:2] for shape in shapes.values()} == {(num_mixers, 2)}
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba"])
 def test_rescaled_output_projections_are_refused(name: str):
     config = HYBRID_FAMILIES[name] | {"rescale_prenorm_residual": True}
     with pytest.raises(PrepError, match="rescale_prenorm_residual=true is not supported"):
