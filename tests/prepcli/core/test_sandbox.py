@@ -23,6 +23,15 @@ from tests.helpers.waiting import wait_until
 LIMITS = Limits(64 * MIB, cpu_s=1)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_objects() -> Iterator[None]:
+    """Collect what other tests have left, once: with their millions of objects each collection takes seconds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def no_idle() -> Iterator[None]:
     """Start without children of other tests, and leave none."""
