@@ -30,7 +30,7 @@ from prepcli.sources.adam_state import (
     read_scalars,
     trained_tensors,
 )
-from prepcli.sources.openers.tensor_files import STATE_PREFIX
+from prepcli.sources.openers.tensor_files import STATE_PREFIX, with_state_names
 from prepcli.sources.side_files import TRAINER_STATE_FILE
 from prepcli.sources.source import (
     SCHEDULER_FILE,
@@ -138,7 +138,7 @@ def read_dcp_state(source: Source) -> Source:
         UsageError: The checkpoint is one of torchtitan.
         PrepError: There is none, it is damaged, or it is no state of AdamW with the moments of all parameters.
     """
-    folder = read_dcp_folder(source.root)
+    folder = with_state_names(read_dcp_folder(source.root))
     tensors = {tensor.name: tensor for tensor in folder.tensors}
     name = source.display_name
     library = find_marked_library(tensors)

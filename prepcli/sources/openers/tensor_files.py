@@ -247,7 +247,7 @@ def read_dcp(located: LocatedCheckpoint, hints: SourceHints) -> Source:
     else:
         library = find_library(hints.layout)
     if library is None:
-        folder, state, others = _split_state(folder)
+        folder, state, others = _split_state(with_state_names(folder))
     config_path = find_config_path(hints, path, located.display_name)
     types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in folder.tensors}
     model = read_folder_model(located, config_path, hints, types)
@@ -287,6 +287,32 @@ def read_dcp(located: LocatedCheckpoint, hints: SourceHints) -> Source:
         unused.append(DroppedTensor(name, 0, NOT_A_TENSOR_RULE))
     extra_entries = (*extra_entries, *unused)
     return replace(source, extra_entries=extra_entries)
+
+
+def with_state_names(folder: DcpFolder) -> DcpFolder:
+    """Return a checkpoint with the prefixes `model.` and `optimizer.`.
+
+    PyTorch's tutorial saves `{"app": {"model": ..., "optim": ...}}`, and other loops only the inner dict.
+    """
+    names = [*(tensor.name for tensor in folder.tensors), *folder.non_tensors]
+    for wrapper in ("app.", ""):
+        optimizer = f"{wrapper}optim."
+        if any(name.startswith(f"{optimizer}state.") for name in names):
+            break
+    else:
+        return folder
+
+    def rename(name: str) -> str:
+        if name.startswith(optimizer):
+            return f"optimizer.{name.removeprefix(optimizer)}"
+        return name.removeprefix(wrapper)
+
+    return replace(
+        folder,
+        tensors=tuple(replace(tensor, name=rename(tensor.name)) for tensor in folder.tensors),
+        non_tensors=tuple(map(rename, folder.non_tensors)),
+        archives={rename(name): place for name, place in folder.archives.items()},
+    )
 
 
 def _split_state(

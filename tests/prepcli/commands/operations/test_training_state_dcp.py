@@ -204,6 +204,26 @@ def test_import_without_state_reads_the_model(torch_folder: None):
     assert_same(exported_tensors("model-only"), expected)
 
 
+@pytest.mark.parametrize("is_app", [True, False])
+def test_keys_of_the_tutorial_of_pytorch_are_read(torch_folder: None, is_app: bool):
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    training = TorchTraining("tiny")
+    training.load("torch")
+    model, optimizer = get_state_dict(training.model, training.optimizer)
+    state = {"model": model, "optim": optimizer}
+    name = f"tutorial-{is_app}"
+    save({"app": state} if is_app else state, checkpoint_id=name)
+    run_ok("save-init", name, "--config", "tiny", "--out", f"{name}-model")
+    run_ok("verify", f"{name}-model", "from-torch")
+    run_ok("save-init", name, "--training-state", "--config", "tiny", "--out", f"{name}-state")
+    run_ok(
+        "export", f"{name}-state", "--training-state", "--format", "dcp", "--out", f"{name}-back"
+    )
+    run_ok("verify", f"{name}-back", "back")
+
+
 def test_tied_head_moves_in_both_directions(tmp_path: Path, monkeypatch):
     """The state dict of PyTorch has a tied head under both names, and its moments under one."""
     from prepcli.commands.testing.tiny_model import torch_random_model
