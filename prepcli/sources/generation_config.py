@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import HFConfig, JsonValue
-from prepcli.models.token_rules import NO_RULES, TokenRules
 from prepcli.sources.source import read_config
 from prepcli.stores.paths import AnyPath
 
@@ -32,6 +31,35 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[JsonValue, ...]] = {
 
 # Devices count in int32. No text has as many tokens, so a larger count has the same effect.
 MAX_COUNT = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """The rules of a model's generation_config.json that change which token is chosen. Defaults change nothing."""
+
+    # Divisor of the positive logits, and factor of the negative logits, of all tokens of the prompt and the text so
+    # far.
+    repetition_penalty: float = 1.0
+    # Number of tokens that may not occur twice in sequence. 0 means no rule.
+    no_repeat_ngram_size: int = 0
+    min_length: int = 0  # Minimum tokens of the prompt and the text before an end token.
+    min_new_tokens: int = 0  # Minimum new tokens before an end token.
+    suppress_tokens: tuple[int, ...] = ()  # Tokens that are never chosen.
+    # Tokens that are not chosen as the first new token.
+    begin_suppress_tokens: tuple[int, ...] = ()
+    # Sequences of tokens, and the number that is added to the logit of the last token after the others.
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
+    # Sequences of tokens of which the last one is never chosen after the others.
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    forced_bos_token_id: int | None = None  # Token that follows a prompt of one token.
+    # Tokens of which one is the last of the maximum number of new tokens.
+    forced_eos_token_id: tuple[int, ...] = ()
+    # Number of new tokens after which end tokens become more likely, and the factor per further token.
+    exponential_decay_length_penalty: tuple[int, float] | None = None
+    remove_invalid_values: bool = False  # Replace NaN and infinite logits by finite ones.
+
+
+NO_RULES = TokenRules()
 
 
 @dataclass(frozen=True, slots=True)

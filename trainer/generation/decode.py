@@ -20,7 +20,7 @@ from prepcli.models.architecture import FULL_ATTENTION
 from prepcli.models.attention_kernels import MAX_DENSE_LENGTH
 from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree
 from prepcli.models.parameters import ENCODER
-from prepcli.models.token_rules import NO_RULES, TokenRules
+from prepcli.sources.generation_config import NO_RULES, TokenRules
 from trainer.generation.sampling import DecodedTokens, Sampling, apply_token_rules, sample_tokens
 from trainer.nn import transformer
 from trainer.nn.attention_mask import AttentionMask, EncoderOutput, rotary_cos_sin_at

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 
 from prepcli.core.errors import Option, text, usage_error
-from prepcli.models.token_rules import TokenRules
+from prepcli.sources.generation_config import TokenRules
 
 # Logits are divided in float32, and its largest number is 3.4028e38.
 MAX_TEMPERATURE = 3.4e38

@@ -12,8 +12,7 @@ import numpy as np
 from prepcli.core.errors import Key, PrepError, text, usage_error
 from prepcli.core.json_values import HFConfig, JsonObject
 from prepcli.models.param_tree import Tree
-from prepcli.models.token_rules import NO_RULES, TokenRules
-from prepcli.sources.generation_config import folder_generation_defaults
+from prepcli.sources.generation_config import NO_RULES, TokenRules, folder_generation_defaults
 from trainer.data.chat import MESSAGES_KEY, TOOLS_KEY, Prompt, PromptEncoder, chat_prompt
 from trainer.data.chat_template import ChatTemplate, recipe_template
 from trainer.data.incremental_decoder import StopFinder

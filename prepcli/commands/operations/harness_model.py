@@ -31,8 +31,7 @@ from prepcli.commands.operations.options import SourceOptions
 from prepcli.core.errors import PrepError, usage_error
 from prepcli.core.observer import SilentObserver
 from prepcli.core.option_spec import PathLike, PositiveInt, as_tuple
-from prepcli.models.token_rules import TokenRules
-from prepcli.sources.generation_config import GenerationDefaults
+from prepcli.sources.generation_config import GenerationDefaults, TokenRules
 from trainer.run.params import OpenedModel
 
 if TYPE_CHECKING:
