@@ -34,7 +34,7 @@ from prepcli.formats.manifest import (
     manifest_score,
     read_manifest,
 )
-from prepcli.models.chunk_shapes import MIN_SPLIT_NBYTES
+from prepcli.models.partition import MIN_SPLIT_NBYTES
 from prepcli.planning.manifest_fields import PREP_KEYS, Manifest
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.tensors import itemsize

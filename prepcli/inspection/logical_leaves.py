@@ -20,8 +20,8 @@ from prepcli.formats.registry import FORMATS
 from prepcli.inspection.contents import CheckpointContents, name_path
 from prepcli.models.manifest_family import manifest_family
 from prepcli.models.parameters import Family, StoredShapes, parameter_rows
-from prepcli.models.prediction import prediction_names
-from prepcli.models.rule_text import with_default_preset
+from prepcli.models.rules import with_default_preset
+from prepcli.models.truncation import prediction_names
 from prepcli.planning.arrays import Array, whole_array
 from prepcli.planning.libraries import find_marked_library
 from prepcli.planning.tensors import PARAMS, TOWERS, is_quantization_leaf

@@ -47,11 +47,6 @@ def expert_block_length(num_tokens: int, top_k: int, num_experts: int) -> int:
     The last block of an expert is half empty on average, and each block reads the expert's
     matrices. A quarter of the average number of rows, rounded down to a power of two from 16 to
     512, keeps both costs small.
-
-    Args:
-        num_tokens: Tokens of the device.
-        top_k: Experts per token.
-        num_experts: Experts of the layer.
     """
     # E.g. 4096 tokens, top 2 of 8 experts: 1024 rows per expert on average, a quarter is 256 = 2^8.
     quarter = num_tokens * top_k // (4 * num_experts)
@@ -92,11 +87,6 @@ def check_remat(
     policy: RematPolicy, offload: str = OFFLOAD_NONE, *, ffn_chunk_size: int = WHOLE
 ) -> None:
     """Check a rematerialization policy, alone and with the options that it depends on.
-
-    Args:
-        policy: `model.remat_policy`.
-        offload: `model.offload`.
-        ffn_chunk_size: `model.ffn_chunk_size`.
 
     Raises:
         UsageError: The policy or one of its activations is unknown, or an option conflicts with it.
@@ -139,10 +129,7 @@ def _listed_activations(policy: RematPolicy) -> Sequence[str]:
 def saved_activations(policy: RematPolicy, *, has_experts: bool) -> frozenset[str]:
     """Return the names of the activations that a policy saves. The caller handles policies that save all activations.
 
-    Args:
-        policy: The policy.
-        has_experts: Whether the layers are MoE layers, whose matrix products no policy of
-            `jax.checkpoint_policies` saves.
+    MoE layers have matrix products that no policy of `jax.checkpoint_policies` saves.
     """
     if not isinstance(policy, str):
         return frozenset(policy)

@@ -1,6 +1,7 @@
 """The architecture of a model: named choices for its layers, read from a Hugging Face config.
 
-The choices do not depend on parameter values or on the device mesh. No I/O, no jax.
+The choices do not depend on parameter values or on the device mesh. A function that reads a config raises PrepError for
+a value that is invalid, or that prep does not support. No I/O, no jax.
 """
 
 from __future__ import annotations
@@ -110,154 +111,112 @@ SEMANTIC_FIELDS: Mapping[str, tuple[Any, ...]] = {
 
 
 class LayerKind(NamedTuple):
-    """The choices that differ between the layers of a stack.
+    """The choices that differ between the layers of a stack."""
 
-    Attributes:
-        window: Number of visible positions, including the token's own position, or FULL_ATTENTION.
-        rope: Rotary embedding, with `rotary_dim` 0 if only queries have a factor by position. None if neither queries
-            nor keys depend on the position.
-        chunk: Number of positions of a chunk, or NO_CHUNK.
-        key_values: Whether the layer has its own keys and values.
-    """
-
+    # Number of visible positions, including the token's own position, or FULL_ATTENTION.
     window: int
+    # Rotary embedding, with `rotary_dim` 0 if only queries have a factor by position. None if neither queries nor keys
+    # depend on the position.
     rope: Rope | None
-    chunk: int = NO_CHUNK
-    key_values: KeyValueRole = "own"
+    chunk: int = NO_CHUNK  # Number of positions of a chunk, or NO_CHUNK.
+    key_values: KeyValueRole = "own"  # Whether the layer has its own keys and values.
 
 
 @dataclass(frozen=True, slots=True)
 class ArchConfig:
-    """The architecture of a decoder, or of the encoder before it.
+    """The architecture of a decoder, or of the encoder before it."""
 
-    Attributes:
-        norm: Type of the norms. The "offset" types scale by 1 + weight, all of it in float32. "rms_plain"
-            has no parameters.
-        norm_eps: Epsilon of the norms.
-        activation: Activation of the MLP, one of ACTIVATIONS.
-        has_gated_mlp: Whether the MLP has a gate matrix.
-        attn_scale: Factor of the query-key products.
-        sliding_windows: Window of each layer: a number of positions, that of the token included, or
-            FULL_ATTENTION.
-        rope: Rotary embedding. If it and `score_bias` are None, the model has learned
-            positions.
-        max_positions: Number of positions of the config. A model may compute longer sequences.
-        init_std: Standard deviation of the initial matrices and embeddings.
-        block_type: Residual connections and norms of a layer.
-        has_final_norm: Whether a norm follows the last layer.
-        local_rope: Rotary embedding of layers with a sliding window, if it differs from `rope`.
-        layers_without_rope: Indices of the layers without rotation in a model with `rope` (NoPE,
-            arXiv:2305.19466).
-        query_scale: Factor of the queries of these layers. None means 1.
-        attention_chunk: Number of positions of a chunk (Llama 4): a token attends to the earlier
-            tokens of its chunk, positions floor(p / n) n to p. NO_CHUNK means no chunks.
-        chunked_layers: Indices of the layers with chunks.
-        rotary_pairs: The elements of a head that rotate together: element i of each half, or
-            neighbouring elements.
-        has_sinusoidal_positions: Whether fixed sines and cosines of the position are added to the
-            token embeddings (arXiv:1706.03762, section 3.5) instead of learned ones.
-        position_offset: Row of the first learned position, or number added to sinusoidal ones.
-        embed_scale: Factor of the token embeddings.
-        has_plain_embed_norm: Whether the input of the first layer has a norm without parameters.
-        residual_scale: Factor of the outputs of attention and MLP before they are added to the
-            residual stream.
-        qk_norm_axes: Elements under one norm of queries or keys: of one head, or of all heads
-            together.
-        rotates_before_qk_norm: Whether the norms of queries and keys follow their rotation.
-        has_plain_qk_norm: Whether queries and keys with rotation have an RMS norm without a scale.
-        has_plain_value_norm: Whether the values of a head have an RMS norm without a scale (Gemma 4).
-        has_key_values: Whether a layer without a projection of values has its keys, before their norm and rotation,
-            as values (Gemma 4).
-        reusing_layers: Numbers of the layers that attend to the keys and values of the last earlier layer with their
-            window and keys and values of its own (cross-layer attention, arXiv:2405.12981).
-        shape_groups: Groups of layers with parameters of other shapes than other layers -> numbers of their layers.
-        has_layer_inputs: Whether each layer has an input from the tokens of its own (`trainer.nn.projections`).
-        qkv_clip: Bound of the elements of queries, keys and values, or NO_CLIP.
-        attn_logit_softcap: Bound c of attention scores as c * tanh(x / c), or NO_SOFTCAP.
-        final_logit_softcap: Bound of the logits, in the same form.
-        experts_per_token: Number of experts per token, or 0 for a dense MLP.
-        router: Selection of the experts and their weights.
-        dense_layers: Numbers of the layers with a dense MLP in a model with experts, or with block type "single".
-        feed_forward_layers: Numbers of the layers with an MLP or experts and nothing else. Only with block type
-            "single", where the other layers have no MLP.
-        mixer: Recurrent mixer of some or all layers.
-        mixer_layers: Numbers of the layers with the mixer.
-        has_attention_beside_mixer: Whether these layers have attention on the same input too.
-        attn_input_scale: Factor of the normed input of attention.
-        attn_output_scale: Factor of the output of attention.
-        gate_scale: Factor of the gate of the MLP before the activation.
-        mlp_output_scale: Factor of the output of the MLP.
-        clamped_swiglu: Gating of the experts in place of `activation`, with a bound.
-        latent_key_dim: Elements of a key that come from the latent of multi-head latent attention, or
-            0 for attention with a projection of keys.
-        latent_norm_eps: Epsilon of the norms of latents.
-        has_differential_attention: Whether the attention of one head of each pair is subtracted from the other's
-            (DiffLlama).
-        has_attention_sinks: Whether each head has a sink, a key without a value in its softmax.
-        scale_attn_by_inverse_layer_idx: Whether attention scores of layer i, counted from 1, are
-            divided by i.
-        score_bias: Bias of attention scores by relative position.
-        has_key_scores: Whether keys have scores from their values, which attention scores include (Doge).
-        lm_head_input_scale: Factor of the hidden states before the head.
-        encoder: Architecture of the encoder. The layers attend to its output. Its attention is
-            bidirectional.
-        leaf_init_stds: End of a leaf's path -> its standard deviation, for leaves with another one.
-    """
-
+    # Type of the norms. The "offset" types scale by 1 + weight, all of it in float32. "rms_plain" has no parameters.
     norm: Literal["layer", "layer_offset", "rms", "rms_offset", "rms_plain"]
-    norm_eps: float
-    activation: str
-    has_gated_mlp: bool
-    attn_scale: float
+    norm_eps: float  # Epsilon of the norms.
+    activation: str  # Activation of the MLP, one of ACTIVATIONS.
+    has_gated_mlp: bool  # Whether the MLP has a gate matrix.
+    attn_scale: float  # Factor of the query-key products.
+    # Window of each layer: a number of positions, that of the token included, or FULL_ATTENTION.
     sliding_windows: tuple[int, ...]
+    # Rotary embedding. If it and `score_bias` are None, the model has learned positions.
     rope: Rope | None
-    max_positions: int
-    init_std: float
-    block_type: BlockType = "pre"
-    has_final_norm: bool = True
+    max_positions: int  # Number of positions of the config. A model may compute longer sequences.
+    init_std: float  # Standard deviation of the initial matrices and embeddings.
+    block_type: BlockType = "pre"  # Residual connections and norms of a layer.
+    has_final_norm: bool = True  # Whether a norm follows the last layer.
+    # Rotary embedding of layers with a sliding window, if it differs from `rope`.
     local_rope: Rope | None = None
+    # Indices of the layers without rotation in a model with `rope` (NoPE, arXiv:2305.19466).
     layers_without_rope: tuple[int, ...] = ()
-    query_scale: QueryScale | None = None
+    query_scale: QueryScale | None = None  # Factor of the queries of these layers. None means 1.
+    # Number n of positions of a chunk (Llama 4): a token attends to the earlier tokens of its chunk, which are the
+    # positions floor(p / n) n to p. NO_CHUNK means no chunks.
     attention_chunk: int = NO_CHUNK
-    chunked_layers: tuple[int, ...] = ()
+    chunked_layers: tuple[int, ...] = ()  # Indices of the layers with chunks.
+    # The elements of a head that rotate together: element i of each half, or neighbouring elements.
     rotary_pairs: Literal["half_split", "interleaved"] = "half_split"
+    # Whether fixed sines and cosines of the position are added to the token embeddings (arXiv:1706.03762, section 3.5)
+    # instead of learned ones.
     has_sinusoidal_positions: bool = False
+    # Row of the first learned position, or number added to sinusoidal ones.
     position_offset: int = 0
-    embed_scale: float = 1.0
+    embed_scale: float = 1.0  # Factor of the token embeddings.
+    # Whether the input of the first layer has a norm without parameters.
     has_plain_embed_norm: bool = False
+    # Factor of the outputs of attention and MLP before they are added to the residual stream.
     residual_scale: float = 1.0
+    # Elements under one norm of queries or keys: of one head, or of all heads together.
     qk_norm_axes: Literal["head", "all_heads"] = "head"
+    # Whether the norms of queries and keys follow their rotation.
     rotates_before_qk_norm: bool = False
+    # Whether queries and keys with rotation have an RMS norm without a scale.
     has_plain_qk_norm: bool = False
+    # Whether the values of a head have an RMS norm without a scale (Gemma 4).
     has_plain_value_norm: bool = False
+    # Whether a layer without a projection of values has its keys, before their norm and rotation, as values (Gemma 4).
     has_key_values: bool = False
+    # Numbers of the layers that attend to the keys and values of the last earlier layer with their window and keys and
+    # values of its own (cross-layer attention, arXiv:2405.12981).
     reusing_layers: tuple[int, ...] = ()
+    # Groups of layers with parameters of other shapes than other layers -> numbers of their layers.
     shape_groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    # Whether each layer has an input from the tokens of its own (`trainer.nn.projections`).
     has_layer_inputs: bool = False
-    qkv_clip: float = NO_CLIP
+    qkv_clip: float = NO_CLIP  # Bound of the elements of queries, keys and values, or NO_CLIP.
+    # Bound c of attention scores as c * tanh(x / c), or NO_SOFTCAP.
     attn_logit_softcap: float = NO_SOFTCAP
-    final_logit_softcap: float = NO_SOFTCAP
-    experts_per_token: int = 0
-    router: Router = SOFTMAX_ROUTER
+    final_logit_softcap: float = NO_SOFTCAP  # Bound of the logits, in the same form.
+    experts_per_token: int = 0  # Number of experts per token, or 0 for a dense MLP.
+    router: Router = SOFTMAX_ROUTER  # Selection of the experts and their weights.
+    # Numbers of the layers with a dense MLP in a model with experts, or with block type "single".
     dense_layers: tuple[int, ...] = ()
+    # Numbers of the layers with an MLP or experts and nothing else. Only with block type "single", where the other
+    # layers have no MLP.
     feed_forward_layers: tuple[int, ...] = ()
-    mixer: Mixer | None = None
-    mixer_layers: tuple[int, ...] = ()
+    mixer: Mixer | None = None  # Recurrent mixer of some or all layers.
+    mixer_layers: tuple[int, ...] = ()  # Numbers of the layers with the mixer.
+    # Whether these layers have attention on the same input too.
     has_attention_beside_mixer: bool = False
-    attn_input_scale: float = 1.0
-    attn_output_scale: float = 1.0
-    gate_scale: float = 1.0
-    mlp_output_scale: float = 1.0
+    attn_input_scale: float = 1.0  # Factor of the normed input of attention.
+    attn_output_scale: float = 1.0  # Factor of the output of attention.
+    gate_scale: float = 1.0  # Factor of the gate of the MLP before the activation.
+    mlp_output_scale: float = 1.0  # Factor of the output of the MLP.
+    # Gating of the experts in place of `activation`, with a bound.
     clamped_swiglu: ClampedSwiglu | None = None
+    # Elements of a key that come from the latent of multi-head latent attention, or 0 for attention with a projection
+    # of keys.
     latent_key_dim: int = 0
-    latent_norm_eps: float = 1e-6
+    latent_norm_eps: float = 1e-6  # Epsilon of the norms of latents.
+    # Whether the attention of one head of each pair is subtracted from the other's (DiffLlama).
     has_differential_attention: bool = False
+    # Whether each head has a sink, a key without a value in its softmax.
     has_attention_sinks: bool = False
+    # Whether attention scores of layer i, counted from 1, are divided by i.
     scale_attn_by_inverse_layer_idx: bool = False
+    # Bias of attention scores by relative position.
     score_bias: RelativePositionBias | Alibi | None = None
+    # Whether keys have scores from their values, which attention scores include (Doge).
     has_key_scores: bool = False
-    lm_head_input_scale: float = 1.0
+    lm_head_input_scale: float = 1.0  # Factor of the hidden states before the head.
+    # Architecture of the encoder. The layers attend to its output. Its attention is bidirectional.
     encoder: ArchConfig | None = None
+    # End of a leaf's path -> its standard deviation, for leaves with another one.
     leaf_init_stds: tuple[tuple[str, float], ...] = ()
 
     @property
@@ -382,15 +341,7 @@ class ArchConfig:
 
 
 def reject_unsupported_fields(config: HFConfig, *supported_fields: str) -> None:
-    """Raise PrepError if a config sets a semantic field without support in the family.
-
-    Args:
-        config: Content of a config.json.
-        supported_fields: Semantic fields of the family.
-
-    Raises:
-        PrepError: Another semantic field has a value with an effect.
-    """
+    """Raise PrepError if a config sets a semantic field without support in the family."""
     for field, neutral_values in SEMANTIC_FIELDS.items():
         value = config.get(field)
         is_full_attention = (
@@ -408,20 +359,7 @@ def reject_unsupported_fields(config: HFConfig, *supported_fields: str) -> None:
 
 
 def read_activation(config: HFConfig, key: str, default: str) -> str:
-    """Return the activation in a config field.
-
-    Args:
-        config: Content of a config.json.
-        key: Field of the family for the activation.
-        default: Activation if the field is absent or null.
-
-    Returns:
-        One of ACTIVATIONS.
-
-    Raises:
-        PrepError: The activation is not supported, or a field of other families names another
-            activation.
-    """
+    """Return the activation in a config field, one of ACTIVATIONS, or the default if the field is absent or null."""
     name = config.get(key) or default
     if name not in ACTIVATIONS:
         why = f"{key} of config.json; supported: {', '.join(ACTIVATIONS)}"
@@ -442,11 +380,7 @@ def canonical_activation(name: str) -> str:
 
 
 def read_positive(config: HFConfig, key: str, default: float) -> float:
-    """Return the number in a config field, or the default if the field is absent or null.
-
-    Raises:
-        PrepError: The value is not a number above 0.
-    """
+    """Return the number in a config field, or the default if the field is absent or null."""
     value = config.get(key)
     value = default if value is None else value
     if (
@@ -459,11 +393,7 @@ def read_positive(config: HFConfig, key: str, default: float) -> float:
 
 
 def read_softcap(config: HFConfig, key: str, default: float | None) -> float:
-    """Return the softcap in a config field: NO_SOFTCAP if it is null, the default if the field is absent.
-
-    Raises:
-        PrepError: The value is not a number above 0.
-    """
+    """Return the softcap in a config field: NO_SOFTCAP if it is null, the default if the field is absent."""
     if config.get(key, default) is None:
         return NO_SOFTCAP
     return read_positive(config, key, default or NO_SOFTCAP)
@@ -474,18 +404,8 @@ def read_sliding_windows(
 ) -> tuple[int, ...]:
     """Return the sliding window of each layer, from `layer_types` or from the layer's index.
 
-    Args:
-        config: Content of a config.json.
-        layers: Number of layers.
-        window: Width of the layers with a sliding window, or None if no layer has one.
-        is_sliding: Whether the layer of an index has a sliding window, for configs without
-            `layer_types`.
-
-    Returns:
-        For each layer a width or FULL_ATTENTION.
-
-    Raises:
-        PrepError: The width is not a positive integer, or `layer_types` is invalid.
+    `window` is the width of the layers with a sliding window, or None if no layer has one. `is_sliding` decides by
+    the index of a layer if there are no `layer_types`. The result has FULL_ATTENTION for the other layers.
     """
     width = _read_window(window)
     layer_types = config.get("layer_types")
@@ -506,14 +426,6 @@ def is_in_window_pattern(config: HFConfig, layer: int, default: int) -> bool:
     """Return whether a layer has a sliding window by `sliding_window_pattern`: all but each n-th layer.
 
     transformers reads the pattern only without `layer_types`.
-
-    Args:
-        config: Content of a config.json.
-        layer: Number of the layer.
-        default: Pattern of the config class.
-
-    Raises:
-        PrepError: The pattern is not a positive integer.
     """
     pattern = config.get("sliding_window_pattern", default)
     if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 1:
@@ -527,9 +439,6 @@ def uniform_windows(layers: int, window: JsonValue) -> tuple[int, ...]:
     """Return the same sliding window for each layer.
 
     In some families Transformers ignores `layer_types` and uses one window in all layers.
-
-    Raises:
-        PrepError: The window is neither None (full attention) nor a positive integer.
     """
     return (_read_window(window),) * layers
 
@@ -550,18 +459,7 @@ def windows_by_layer_type(
 ) -> tuple[int, ...]:
     """Return the sliding window of each layer from a list of layer types.
 
-    Args:
-        layer_types: One name per layer, as the config has them.
-        type_names: Names of the types with full attention and with a sliding window.
-        layers: Number of layers.
-        window: Width of the sliding window.
-        field: Config field of the list, for the error.
-
-    Returns:
-        For each layer the width or FULL_ATTENTION.
-
-    Raises:
-        PrepError: The list has another length or other names.
+    `type_names` are the types with full attention and with a sliding window. `field` names the list in errors.
     """
     is_list = isinstance(layer_types, list)
     if (

@@ -13,7 +13,7 @@ from enum import StrEnum
 from prepcli.core.errors import Key, PrepError, text, usage_error
 from prepcli.models.activation_memory import NO_SCORES, SAVES_INPUT, SAVES_SCORES, RematPolicy
 from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
-from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
+from prepcli.models.layer_config import NO_DROPOUT, DropoutConfig
 from prepcli.models.param_tree import KV_HEAD_DIMS, ParamLeaf, dim_extent
 
 
@@ -43,28 +43,17 @@ class AttentionFeature(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """The requirements of a run on its attention kernel.
+    """The requirements of a run on its attention kernel."""
 
-    Attributes:
-        features: Features of the masks, the scores and the run.
-        dtype: Dtype of queries, keys and values.
-        head_dim: Width of a head.
-    """
-
-    features: frozenset[AttentionFeature]
-    dtype: str
-    head_dim: int
+    features: frozenset[AttentionFeature]  # Features of the masks, the scores and the run.
+    dtype: str  # Dtype of queries, keys and values.
+    head_dim: int  # Width of a head.
 
 
 def required_attention_features(
     arch_config: ArchConfig, leaves: Mapping[str, ParamLeaf]
 ) -> frozenset[AttentionFeature]:
-    """Return the features that the attention of a model needs for whole sequences in order.
-
-    Args:
-        arch_config: The choices of the layers.
-        leaves: Parameters by path.
-    """
+    """Return the features that the attention of a model needs for whole sequences in order."""
     num_heads = dim_extent(leaves, "heads")
     # Families without grouped heads have only `heads`.
     has_groups = any(dim_extent(leaves, dim) not in (0, num_heads) for dim in KV_HEAD_DIMS)
@@ -161,15 +150,10 @@ HOPPER = (9, 0)
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """The kind of the devices of a run.
+    """The kind of the devices of a run."""
 
-    Attributes:
-        platform: `cpu`, `cuda`, `rocm` or `tpu`.
-        compute_capability: Compute capability of an NVIDIA GPU. None for other devices, or if it is
-            unknown.
-    """
-
-    platform: str
+    platform: str  # `cpu`, `cuda`, `rocm` or `tpu`.
+    # Compute capability of an NVIDIA GPU. None for other devices, or if it is unknown.
     compute_capability: tuple[int, int] | None = None
 
 
@@ -197,10 +181,6 @@ class KernelSpec:
 
     def score_tile(self, q_chunk_size: int, k_chunk_size: int) -> tuple[int, int] | None:
         """Return the size of a tile of attention scores: the part of the score matrix that is in memory at once.
-
-        Args:
-            q_chunk_size: Queries of a tile.
-            k_chunk_size: Keys of a tile.
 
         Returns:
             Queries and keys of a tile. None if the whole matrix is in memory. `NO_SCORES` if the kernel keeps the
@@ -266,15 +246,10 @@ KERNEL_NAMES = tuple(KERNEL_SPECS)
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The attention kernel of a run.
+    """The attention kernel of a run."""
 
-    Attributes:
-        name: One of `KERNEL_NAMES`.
-        reason: Why it was chosen.
-    """
-
-    name: str
-    reason: str
+    name: str  # One of `KERNEL_NAMES`.
+    reason: str  # Why it was chosen.
 
     def __str__(self) -> str:
         return f"attention {self.name} ({self.reason})"
@@ -285,18 +260,10 @@ def rank_kernels(
 ) -> tuple[KernelChoice, ...]:
     """Return the kernels that can compute the attention of a run, the best first.
 
-    `auto` prefers the kernels made for the platform. If there is none, it prefers blockwise
-    attention for sequences longer than MAX_DENSE_LENGTH tokens (CPU_MAX_DENSE_LENGTH on CPUs). The
-    choice does not depend on the mesh, so that a run keeps its kernel if it resumes on another mesh.
-
-    Args:
-        requested: A name, or `auto`.
-        needs: Requirements of the run.
-        device: Kind of the run's devices.
-        length: Tokens of the longest sequence.
-
-    Returns:
-        The choices. One if a name is requested.
+    `auto` prefers the kernels made for the platform. If there is none, it prefers blockwise attention for sequences
+    longer than MAX_DENSE_LENGTH tokens (CPU_MAX_DENSE_LENGTH on CPUs). The choice does not depend on the mesh, so
+    that a run keeps its kernel if it resumes on another mesh. There is one choice if `requested` is a name. `length`
+    is the number of tokens of the longest sequence.
 
     Raises:
         UsageError: The requested kernel is unknown or cannot compute the attention of the run, or
@@ -376,9 +343,7 @@ def missing_features(spec: KernelSpec, features: frozenset[AttentionFeature]) ->
 def check_saved_scores(policy: RematPolicy, kernel: str) -> None:
     """Raise UsageError if a rematerialization policy saves scores, and the kernel computes them in tiles.
 
-    Args:
-        policy: `model.remat_policy`.
-        kernel: `model.attention_kernel`. `auto` takes a kernel that fits the policy.
+    `auto` takes a kernel that fits the policy.
     """
     if (
         kernel != AUTO

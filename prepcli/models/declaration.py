@@ -2,79 +2,243 @@
 
 A choice is a field of `ArchConfig`: a value, or a function of the config and the sizes. The fields of a config that a
 family supports are the ones that it reads: another field with an effect on some decoder of transformers is refused.
+
+A reader of a config raises PrepError for a value that is invalid or not supported.
+
+A row ties a leaf of the parameter tree to source tensors. `prepcli.algebra.axis_map` defines the notation.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 from prepcli.algebra.axis_map import LAYERS
-from prepcli.core.json_values import HFConfig, JsonValue
-from prepcli.models import rows
-from prepcli.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
-from prepcli.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
+from prepcli.core.json_values import HFConfig
+from prepcli.models.architecture import (
+    ROPE_FIELDS,
+    ArchConfig,
+    read_positive,
+    reject_unsupported_fields,
+)
+from prepcli.models.layer_config import ATTENTION_DROPOUT, DropoutFields
 from prepcli.models.parameters import (
+    ALWAYS,
+    NEVER,
     Condition,
     Family,
-    LazyLayouts,
     Parameter,
-    TreeLayout,
+    WeightTying,
     condition_holds,
 )
-from prepcli.models.rows import Parameters, stack
-from prepcli.planning.libraries import TREES, find_library
 
-# Configs whose fields have other names in published files. No I/O, no jax.
+# Path in the tree -> parameter.
+Parameters = dict[str, Parameter]
+# Fields of a parameter with a row
+ROW_FORMS = ("row", "alternate", "else_row", "transposed")
 
 
-class AliasedConfig(Mapping[str, JsonValue]):
-    """A config in which some fields have two names. The alias overrides, as in `attribute_map` of transformers.
+def embedding(path: str, row: str) -> Parameters:
+    """Return the parameter of an embedding of tokens or positions."""
+    return {f"embed.{path}": Parameter(row)}
 
-    >>> config = AliasedConfig({"num_layers": 2}, {"num_layers": "num_hidden_layers"})
-    >>> config.get("num_hidden_layers")
-    2
-    """
 
-    def __init__(self, config: HFConfig, aliases: Mapping[str, str]) -> None:
-        """Wrap a config.
-
-        Args:
-            config: Content of a config.json.
-            aliases: Alias -> name of the field that the family reads.
-        """
-        self.config = config
-        self.aliases = aliases
-        self._aliases = {name: alias for alias, name in aliases.items()}
-
-    def stored_name(self, name: str) -> str:
-        """Return the alias of a field, which overrides it, or the field's name if it has none."""
-        return self._aliases.get(name, name)
-
-    def __getitem__(self, key: str) -> JsonValue:
-        alias = self._aliases.get(key)
-        names = [key] if alias is None else [alias, key]
-        # A recorded config records each name that is read. A family supports all of them.
-        values = {name: self.config.get(name) for name in names}
-        for name, value in values.items():
-            if value is not None or name in self.config:
-                return value
-        raise KeyError(key)
-
-    def __iter__(self) -> Iterator[str]:
-        names = dict.fromkeys(self.config)
-        names |= dict.fromkeys(
-            name for name, alias in self._aliases.items() if alias in self.config
+def matrix(
+    path: str, row: str, alternate: str = "", condition: Condition = ALWAYS, else_row: str = ""
+) -> Parameters:
+    """Return the parameter of a weight without bias, with the options of `Parameter`."""
+    return {
+        f"{path}.weight": Parameter(
+            row, condition=condition, alternate=alternate, else_row=else_row
         )
-        return iter(names)
+    }
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+
+def linear(path: str, row: str, bias: Condition | None = ALWAYS) -> Parameters:
+    """Return the parameters of a weight and its bias.
+
+    Args:
+        path: Path of both in the tree.
+        row: Row of the weight, stored as [out, in] or [in, out]. Its leaf begins with the output
+            dims. They are the dims of the bias.
+        bias: When the bias exists, or NEVER.
+    """
+    parameters = {f"{path}.weight": Parameter(row)}
+    if bias is None:
+        return parameters
+    # Example: `heads head_dim embed <- q.weight: (heads head_dim) embed`. The first atom of the leaf is
+    # in the dim (heads head_dim), so the row of the bias is
+    # `heads head_dim <- q.bias: (heads head_dim)`.
+    leaf, name, dims = split_row(row)
+    shared = set(leaf.split()) & set(atoms_in(dims))
+    first = next(atom for atom in leaf.split() if atom in shared)
+    out_dim = next(dim for dim in split_dims(dims) if first in atoms_in(dim))
+    kept = set(atoms_in(out_dim))
+    bias_leaf = " ".join(atom for atom in leaf.split() if atom in kept or atom not in shared)
+    bias_row = f"{bias_leaf} <- {name.removesuffix('weight')}bias: {out_dim}"
+    parameters[f"{path}.bias"] = Parameter(bias_row, bias)
+    return parameters
+
+
+def layer_norm(path: str, row: str, condition: Condition = ALWAYS) -> Parameters:
+    """Return the parameters `PATH.scale` and `PATH.bias` of a layer norm.
+
+    The row of the bias is derived from the row of the scale.
+    """
+    leaf, name, dims = split_row(row)
+    bias_row = f"{leaf} <- {name.removesuffix('weight')}bias: {dims}"
+    return {
+        f"{path}.scale": Parameter(row, condition),
+        f"{path}.bias": Parameter(bias_row, condition),
+    }
+
+
+def rms_norm(path: str, row: str) -> Parameters:
+    """Return the parameter of a norm's weight. An RMS norm has no bias."""
+    return {f"{path}.scale": Parameter(row)}
+
+
+def attention(
+    name_pattern: str,
+    out_name: str,
+    kv_heads: str = "heads",
+    bias: Condition | None = NEVER,
+    out_bias: Condition | None = NEVER,
+) -> Parameters:
+    """Return the parameters of attention with one matrix each for queries, keys, values and output.
+
+    Args:
+        name_pattern: Name of the modules, with `{}` in place of q, k, v and `out_name`.
+        out_name: Name of the output projection in the pattern.
+        kv_heads: Atom of the key and value heads.
+        bias: When queries, keys and values have a bias.
+        out_bias: When the output projection has one.
+    """
+    row = f"embed heads head_dim <- {name_pattern.format(out_name)}.weight: embed (heads head_dim)"
+    return separate_qkv(name_pattern, kv_heads, bias) | linear("attn.o", row, out_bias)
+
+
+def separate_qkv(
+    name_pattern: str, kv_heads: str = "heads", bias: Condition | None = NEVER
+) -> Parameters:
+    """Return the parameters of queries, keys and values stored apart. See `attention` for the arguments."""
+    parameters: Parameters = {}
+    for projection, heads in (("q", "heads"), ("k", kv_heads), ("v", kv_heads)):
+        row = f"{heads} head_dim embed <- {name_pattern.format(projection)}.weight: ({heads} head_dim) embed"
+        parameters |= linear(f"attn.{projection}", row, bias)
+    return parameters
+
+
+def fused_qkv(name: str, dims: str, bias: Condition | None = ALWAYS) -> Parameters:
+    """Return the parameters of queries, keys and values stored as equal parts of one tensor.
+
+    `dims` has `{}` in place of the number of the part.
+    """
+    parameters: Parameters = {}
+    for number, projection in enumerate("qkv"):
+        row = f"heads head_dim embed <- {name}.weight: {dims.format(number)}"
+        parameters |= linear(f"attn.{projection}", row, bias)
+    return parameters
+
+
+def mark_part(parts: Mapping[str, str], name: str) -> str:
+    """Return a dim of unequal parts with one of them marked.
+
+    >>> mark_part({"a": "x y", "b": "z"}, "b")
+    '(x y | >z)'
+    """
+    marked = [f">{dims}" if part == name else dims for part, dims in parts.items()]
+    return f"({' | '.join(marked)})"
+
+
+def grouped_qkv(module: str, bias: Condition | None = ALWAYS) -> Parameters:
+    """Return queries, keys and values of one tensor: all queries, then all keys, then all values."""
+    # With 4 heads and 2 kv_heads of 8 elements, rows 0 to 31 are queries, 32 to 47 keys, and 48 to 63 values.
+    heads = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}
+    parts = {name: f"{atom} head_dim" for name, atom in heads.items()}
+    parameters: Parameters = {}
+    for name, dims in parts.items():
+        row = f"{dims} embed <- {module}.weight: {mark_part(parts, name)} embed"
+        parameters |= linear(f"attn.{name}", row, bias)
+    return parameters
+
+
+def plain_mlp(
+    up: str = "mlp.up_proj",
+    down: str = "mlp.down_proj",
+    bias: Condition | None = NEVER,
+    *,
+    path: str = "mlp",
+    mlp: str = "mlp",
+) -> Parameters:
+    """Return the parameters of an MLP without a gate. `mlp` is the atom of its hidden units."""
+    return {
+        **linear(f"{path}.up", f"{mlp} embed <- {up}.weight: {mlp} embed", bias),
+        **linear(f"{path}.down", f"embed {mlp} <- {down}.weight: embed {mlp}", bias),
+    }
+
+
+def stack(path: str, name: str, layer: Mapping[str, Parameter]) -> Parameters:
+    """Stack the parameters of one layer over all layers.
+
+    Args:
+        path: Path of the layers in the tree.
+        name: Prefix of a layer's tensors, with the layer atom in braces (`h.{layers}`). Leaves get
+            its dim first.
+        layer: Parameters of one layer, with paths and tensor names relative to `path` and `name`.
+    """
+    # Example with the name h.{layers}: `embed <- norm.weight: embed` becomes
+    # `layers embed <- h.{layers}.norm.weight: embed`.
+    (atom,) = re.findall(r"{(\w+)}", name)
+    parameters: Parameters = {}
+    for relative_path, parameter in layer.items():
+        changed: dict[str, str] = {}
+        for form in ROW_FORMS:
+            if row := getattr(parameter, form):
+                leaf, tensor, dims = split_row(row)
+                changed[form] = f"{atom} {leaf} <- {name}.{tensor}: {dims}"
+        parameters[f"{path}.{relative_path}"] = dataclasses.replace(parameter, **changed)
+    return parameters
+
+
+def split_row(row: str) -> tuple[str, str, str]:
+    """Return the leaf dims, the tensor name and the tensor dims of a row, as text."""
+    leaf, _, right = row.partition("<-")
+    name, _, dims = right.rpartition(":")
+    return leaf.strip(), name.strip(), dims.strip()
+
+
+def map_rows(parameter: Parameter, change: Callable[[str], str]) -> Parameter:
+    """Return a parameter with `change` applied to its axis maps: `row`, and those of the other forms."""
+    changed = {name: change(text) for name in ROW_FORMS if (text := getattr(parameter, name))}
+    return dataclasses.replace(parameter, **changed)
+
+
+@cache
+def unless_false(field: str) -> Callable[[HFConfig], bool]:
+    """Return the condition of a config field to be true or absent. Equal fields have the same function.
+
+    >>> has_bias = unless_false("use_bias")
+    >>> has_bias({}), has_bias({"use_bias": False})
+    (True, False)
+    """
+    return lambda config: bool(config.get(field, True))
+
+
+def split_dims(dims: str) -> list[str]:
+    """Return the text of each dim on one side of a row."""
+    return re.findall(r"\([^()]*\)|[^\s()]+", dims)
+
+
+def atoms_in(dims: str) -> list[str]:
+    """Return the named axes (atoms) in dims of a row, including the ones in braces and in other parts."""
+    # A name does not begin with a digit, so the index of `qkv=0` is not an atom.
+    return re.findall(r"[^\W\d]\w*", dims)
 
 
 # Named axis (atom) -> extent.
@@ -84,6 +248,11 @@ Choices = Mapping[str, Any]
 # Config and number of its layers -> numbers of some layers.
 LayerNumbers = Callable[[HFConfig, int], tuple[int, ...]]
 NO_CHOICES: Choices = MappingProxyType({})
+
+
+def positive(field: str, default: float) -> Callable[[HFConfig, Sizes], float]:
+    """Return the reader of a config field with a positive number."""
+    return lambda config, sizes: read_positive(config, field, default)
 
 
 class RecordedConfig(dict[str, Any]):
@@ -114,9 +283,6 @@ def changed(config: HFConfig, **fields: Any) -> HFConfig:
     >>> changed({"hidden_act": "gelu"}, hidden_act="silu")
     {'hidden_act': 'silu'}
     """
-    if isinstance(config, AliasedConfig):
-        stored = {config.stored_name(name): value for name, value in fields.items()}
-        return AliasedConfig(changed(config.config, **stored), config.aliases)
     copy = {**config, **fields}
     if not isinstance(config, RecordedConfig):
         return copy
@@ -125,46 +291,42 @@ def changed(config: HFConfig, **fields: Any) -> HFConfig:
     return recorded
 
 
-class LayerGroup(NamedTuple):
-    """Parameters that some or all layers have.
+def with_aliases(config: HFConfig, aliases: Mapping[str, str]) -> HFConfig:
+    """Return a config in which aliases override the fields that they name, as in `attribute_map` of transformers.
 
-    Attributes:
-        parameters: Parameters of one of these layers.
-        numbers: Numbers of these layers.
-        may_be_all: Whether they may be all layers of a model.
+    >>> with_aliases({"num_layers": 2}, {"num_layers": "num_hidden_layers"})
+    {'num_layers': 2, 'num_hidden_layers': 2}
     """
+    values = {name: config.get(alias) for alias, name in aliases.items() if alias in config}
+    return changed(config, **values) if values else config
 
-    parameters: Parameters
-    numbers: LayerNumbers
-    may_be_all: bool = True
+
+class LayerGroup(NamedTuple):
+    """Parameters that some or all layers have."""
+
+    parameters: Parameters  # Parameters of one of these layers.
+    numbers: LayerNumbers  # Numbers of these layers.
+    may_be_all: bool = True  # Whether they may be all layers of a model.
 
 
 NO_GROUPS: Mapping[str, LayerGroup] = MappingProxyType({})
 
 
 class Settings(TypedDict, total=False):
-    """Facts of a family with a usual value.
+    """Facts of a family with a usual value."""
 
-    Attributes:
-        choices: Fields of the architecture that differ.
-        groups: Path part and atom of a group -> parameters of some layers. They are in `layers` if all layers have
-            them, and else in a stack of the group's layers.
-        check: Raises PrepError for a config that the readers accept although it is not supported.
-        ignores: Semantic fields that transformers' class does not read, or only without other fields. A config may have
-            them.
-        tied: Whether the head is tied if the config does not say. Default: it is not.
-        dropped: Pattern of tensors to ignore -> their description.
-        dropout_fields: Fields of the config with dropout rates.
-        prediction_layers: Number of layers for multi-token prediction if the config does not state it.
-    """
-
-    choices: Choices
+    choices: Choices  # Fields of the architecture that differ.
+    # Path part and atom of a group -> parameters of some layers. They are in `layers` if all layers have them, and else
+    # in a stack of the group's layers.
     groups: Mapping[str, LayerGroup]
+    # Raises PrepError for a config that the readers accept although it is not supported.
     check: Callable[[HFConfig, Sizes], None]
+    # Semantic fields that transformers' class does not read, or only without other fields. A config may have them.
     ignores: Iterable[str]
-    tied: bool
-    dropped: Mapping[str, str]
-    dropout_fields: DropoutFields
+    tied: bool  # Whether the head is tied if the config does not say. Default: it is not.
+    dropped: Mapping[str, str]  # Pattern of tensors to ignore -> their description.
+    dropout_fields: DropoutFields  # Fields of the config with dropout rates.
+    # Number of layers for multi-token prediction if the config does not state it.
     prediction_layers: int
 
 
@@ -208,10 +370,25 @@ def declare(
         conditional |= stack(group, layers, members.parameters)
     if grouped:
         parameters = _insert_after_layers(parameters, grouped)
-    return rows.build_family(
+    # Tensors of the head never have the family's prefix.
+    unprefixed: list[str] = []
+    for path, parameter in parameters.items():
+        if path.startswith("head."):
+            forms = [row for row in (parameter.row, parameter.alternate) if row]
+            unprefixed += [split_row(row)[1] for row in forms]
+    return Family(
         name=name,
         prefix=prefix,
+        unprefixed=tuple(unprefixed),
         sizes=all_sizes if groups else sizes,
+        parameters=parameters,
+        dropped=settings.get("dropped", {}),
+        tying=WeightTying(
+            head_leaf="head.weight",
+            head_tensor=split_row(parameters["head.weight"].row)[1],
+            embedding_tensor=split_row(parameters["embed.tokens"].row)[1],
+            tied_by_default=settings.get("tied", False),
+        ),
         arch_config=supporting(
             all_sizes,
             arch,
@@ -220,9 +397,6 @@ def declare(
             check=settings.get("check"),
             ignores=settings.get("ignores", ()),
         ),
-        parameters=parameters,
-        tied_by_default=settings.get("tied", False),
-        dropped=settings.get("dropped", {}),
         dropout_fields=settings.get("dropout_fields", ATTENTION_DROPOUT),
         layer_numbers=numbers,
         default_prediction_layers=settings.get("prediction_layers", 0),
@@ -265,22 +439,8 @@ def supporting(
 
 
 def by_name(*families: Family) -> dict[str, Family]:
-    """Return families by their model types, with their trees of other libraries."""
-    named: dict[str, Family] = {}
-    for family in families:
-        layouts = LazyLayouts(partial(_foreign_trees, family))
-        named[family.name] = dataclasses.replace(family, layouts=layouts)
-    return named
-
-
-def _foreign_trees(family: Family) -> dict[str, TreeLayout]:
-    trees: dict[str, TreeLayout] = {}
-    # Messages list the trees in this order: by module, as in the option, and within a module as its maker returns them.
-    for module in dict.fromkeys(find_library(tree).module for tree in TREES):
-        makers = importlib.import_module(f"prepcli.models.{module}").TREES
-        if family.name in makers:
-            trees |= makers[family.name](family)
-    return trees
+    """Return families by their model types."""
+    return {family.name: family for family in families}
 
 
 def partial_groups(

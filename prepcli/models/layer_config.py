@@ -10,24 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeGuard
 
 from prepcli.algebra.axis_map import LAYERS
-from prepcli.core.errors import invalid_config_error
+from prepcli.core.errors import invalid_config_error, usage_error
+from prepcli.core.formatting import did_you_mean
+from prepcli.core.json_values import HFConfig
 
 
 class LayerSchedule(NamedTuple):
-    """The order of a scan: some first layers, then periods of layers, then the layers of an incomplete period.
+    """The order of a scan: some first layers, then periods of layers, then the layers of an incomplete period."""
 
-    Attributes:
-        num_first: Layers before the first period.
-        period: Layers of a period.
-        num_periods: Number of whole periods.
-    """
-
-    num_first: int
-    period: int
-    num_periods: int
+    num_first: int  # Layers before the first period.
+    period: int  # Layers of a period.
+    num_periods: int  # Number of whole periods.
 
     @property
     def num_scanned(self) -> int:
@@ -44,10 +40,8 @@ def layer_schedule(kinds: Sequence[object]) -> LayerSchedule:
     """Return the schedule with the fewest different layers to compile.
 
     The first layers are none, or all at the start of the same kind as layer 0. For example the kinds of 3 dense
-    layers and 58 MoE layers are compiled as 3 single layers and one period of 1 layer.
-
-    Args:
-        kinds: The kind of each layer. Layers of equal kinds run the same computation.
+    layers and 58 MoE layers are compiled as 3 single layers and one period of 1 layer. Layers of equal `kinds` run
+    the same computation.
     """
     num_leading = 0
     while num_leading < len(kinds) and kinds[num_leading] == kinds[0]:
@@ -86,10 +80,6 @@ def group_indices(
     """Return for each layer its groups, and its index in each of them.
 
     With 3 layers and layer 0 in `dense_layers`, layer 2 is layer 2 of `layers` and layer 1 of `sparse_layers`.
-
-    Args:
-        num_layers: Number of layers.
-        groups: Groups of some layers -> numbers of their layers. All layers are in `layers`.
     """
     counts = dict.fromkeys(groups, 0)
     group_members = {group: frozenset(members) for group, members in groups.items()}
@@ -160,28 +150,20 @@ class Mixer:
 
     Jamba has RMS norms of q, k and v W_dt_down (arXiv:2403.19887, section 6.4). Those of Falcon Mamba have no scales
     (arXiv:2410.05355, `FalconMambaMixer` of transformers).
-
-    Attributes:
-        kind: The equations.
-        activation: Activation of the convolutions in place of `act`.
-        dt_limits: Smallest and largest step of Mamba-2.
-        norm_place: Place of the norm of Mamba-2.
-        input_scale: Factor of the normed input.
-        projection_scales: Name of a projection -> factor of its output. Other outputs have the factor 1.
-        output_scale: Factor of the output.
-        plain_norm_eps: Epsilon of RMS norms without scales of q, k and v W_dt_down. If it is None, only those with
-            scales exist.
-        initial_steps: Initial softplus(b_dt) of Mamba and Mamba-2. If it is None, b_dt starts at 0 and 1.
     """
 
-    kind: Literal["short_conv", "gated_delta", "mamba2", "mamba"]
-    activation: str | None = None
-    dt_limits: tuple[float, float] = (0.0, math.inf)
+    kind: Literal["short_conv", "gated_delta", "mamba2", "mamba"]  # The equations.
+    activation: str | None = None  # Activation of the convolutions in place of `act`.
+    dt_limits: tuple[float, float] = (0.0, math.inf)  # Smallest and largest step of Mamba-2.
+    # Place of the norm of Mamba-2.
     norm_place: Literal["after_gate", "before_gate", "none"] = "after_gate"
-    input_scale: float = 1.0
+    input_scale: float = 1.0  # Factor of the normed input.
+    # Name of a projection -> factor of its output. Other outputs have the factor 1.
     projection_scales: tuple[tuple[str, float], ...] = ()
-    output_scale: float = 1.0
+    output_scale: float = 1.0  # Factor of the output.
+    # Epsilon of RMS norms without scales of q, k and v W_dt_down. If it is None, only those with scales exist.
     plain_norm_eps: float | None = None
+    # Initial softplus(b_dt) of Mamba and Mamba-2. If it is None, b_dt starts at 0 and 1.
     initial_steps: InitialSteps | None = None
 
     @property
@@ -223,33 +205,22 @@ class Router:
 
     a, b, c and the factors are parameters of some families. Normalized softmax weights of the k largest logits equal
     the softmax of these logits alone.
-
-    Attributes:
-        scores: The function s of the logits, or "sparse_mixer".
-        is_normalized: Whether the weights of a token are divided by their sum.
-        scale: Factor of the weights.
-        num_groups: Number of groups.
-        groups_per_token: Number of groups that keep their experts.
-        group_score: Score of a group: its largest choice, or the sum of the two largest.
-        min_weight_sum: Lower bound of the sum that weights are divided by.
-        weight_sum_offset: Added to the sum that weights are divided by.
-        mixing_range: The range of SparseMixer.
-        scales_input: Whether a weight multiplies the input of its expert instead of the output
-            (Llama 4).
-        has_own_norm: Whether the router has a norm of its own input.
     """
 
+    # The function s of the logits, or "sparse_mixer".
     scores: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
-    is_normalized: bool = True
-    scale: float = 1.0
-    num_groups: int = 1
-    groups_per_token: int = 1
+    is_normalized: bool = True  # Whether the weights of a token are divided by their sum.
+    scale: float = 1.0  # Factor of the weights.
+    num_groups: int = 1  # Number of groups.
+    groups_per_token: int = 1  # Number of groups that keep their experts.
+    # Score of a group: its largest choice, or the sum of the two largest.
     group_score: Literal["maximum", "top_two"] = "maximum"
-    min_weight_sum: float = 0.0
-    weight_sum_offset: float = 0.0
-    mixing_range: float = 0.0
+    min_weight_sum: float = 0.0  # Lower bound of the sum that weights are divided by.
+    weight_sum_offset: float = 0.0  # Added to the sum that weights are divided by.
+    mixing_range: float = 0.0  # The range of SparseMixer.
+    # Whether a weight multiplies the input of its expert instead of the output (Llama 4).
     scales_input: bool = False
-    has_own_norm: bool = False
+    has_own_norm: bool = False  # Whether the router has a norm of its own input.
 
     def check_experts(self, num_experts: int, experts_per_token: int) -> None:
         """Check the groups against the number of experts.
@@ -280,14 +251,10 @@ class ClampedSwiglu:
     """The gating of GPT-OSS (`GptOssExperts` in transformers).
 
     hidden = (clip(up, -limit, limit) + 1) * g * sigmoid(alpha * g) with g = min(gate, limit)
-
-    Attributes:
-        alpha: Slope of the sigmoid.
-        limit: Bound of the gate and up projections.
     """
 
-    alpha: float
-    limit: float
+    alpha: float  # Slope of the sigmoid.
+    limit: float  # Bound of the gate and up projections.
 
 
 # Longer than any sequence. Bounds the memory that an invalid config can ask for.
@@ -300,18 +267,14 @@ class RelativePositionBias:
 
     Half of the buckets hold one distance each. The rest grow logarithmically up to `max_distance`.
 
-    Attributes:
-        num_buckets: Number of biases per head.
-        max_distance: Distance from which on all keys share the last bucket.
-        bidirectional: Whether keys after the query have half of the buckets (encoder), or none
-            (decoder).
 
     Raises:
         PrepError: A size is out of range.
     """
 
-    num_buckets: int
-    max_distance: int
+    num_buckets: int  # Number of biases per head.
+    max_distance: int  # Distance from which on all keys share the last bucket.
+    # Whether keys after the query have half of the buckets (encoder), or none (decoder).
     bidirectional: bool
 
     def __post_init__(self) -> None:
@@ -329,12 +292,9 @@ class Alibi:
     """Attention with linear biases (Press et al. 2022, https://arxiv.org/abs/2108.12409, section 3).
 
     The scores of head h get the bias slope_h * (key position - query position).
-
-    Attributes:
-        slopes: Slope of each head.
     """
 
-    slopes: tuple[float, ...]
+    slopes: tuple[float, ...]  # Slope of each head.
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
@@ -348,3 +308,129 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     slopes = [2.0 ** (-8 * i / lower) for i in range(1, lower + 1)]
     between = [2.0 ** (-8 * i / (2 * lower)) for i in range(1, 2 * lower, 2)]
     return (*slopes, *between[: num_heads - lower])
+
+
+# Rates of dropout and of forgetful causal masking, and the dropout rates in a Hugging Face config.
+
+DROPOUT_KEY = "model.dropout"
+FCM_KEY = "model.fcm_ratio"
+# Name of a config field and its default. None: transformers does not drop there.
+ConfigField = tuple[str, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class DropoutConfig:
+    """Rates of the random masks of training."""
+
+    attention: float = 0.0  # Rate of dropout of attention probabilities.
+    # Rate of dropout of the outputs of attention and MLP, before they are added to the residual stream.
+    residual: float = 0.0
+    embedding: float = 0.0  # Rate of dropout of the input of the first layer.
+    # Smallest and largest fraction of the keys that forgetful causal masking hides in a row.
+    fcm_ratio: tuple[float, float] = (0.0, 0.0)
+    adapters: float = 0.0  # Rate of dropout of the inputs of adapters.
+
+    @property
+    def is_active(self) -> bool:
+        """Whether training needs random numbers."""
+        rates = (self.attention, self.residual, self.embedding, self.adapters)
+        return any((*rates, *self.fcm_ratio))
+
+
+NO_DROPOUT = DropoutConfig()
+# Sites of `model.dropout`. Adapters have a rate of their own, and `fcm_ratio` is a range.
+DROPOUT_SITES = ("attention", "residual", "embedding")
+
+
+@dataclass(frozen=True, slots=True)
+class DropoutFields:
+    """The fields of a family's config.json with the rate of each site of dropout."""
+
+    attention: ConfigField = ("attention_dropout", 0.0)
+    residual: ConfigField = None
+    embedding: ConfigField = None
+
+
+# Fields of families that drop attention probabilities only.
+ATTENTION_DROPOUT = DropoutFields()
+
+
+def read_dropout(config: HFConfig, dropout_fields: DropoutFields) -> dict[str, float]:
+    """Return the dropout rate of each site in a config.json. A field that is absent or null has its default.
+
+    Raises:
+        PrepError: A rate is not a number from 0 to below 1.
+    """
+    return {site: _read_rate(config, getattr(dropout_fields, site)) for site in DROPOUT_SITES}
+
+
+def _read_rate(config: HFConfig, config_field: ConfigField) -> float:
+    """Return the rate in a field of config.json, 0 for a family without the field."""
+    if config_field is None:
+        return 0.0
+    name, default = config_field
+    value = config.get(name)
+    if value is None:
+        return default
+    if not _is_rate(value):
+        raise invalid_config_error(
+            f"{name} is {value!r:.60}, it must be a number from 0 to below 1"
+        )
+    return float(value)
+
+
+def _is_rate(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+
+
+def resolve_dropout(
+    value: float | str | Mapping[str, float],
+    *,
+    fcm_ratio: tuple[float, float],
+    config: HFConfig,
+    dropout_fields: DropoutFields,
+) -> DropoutConfig:
+    """Return the rates of a run.
+
+    Args:
+        value: `model.dropout`: one rate, the rates of some sites, or "config" for the rates in
+            the config.
+        fcm_ratio: `model.fcm_ratio`.
+        config: Content of the checkpoint's config.json.
+        dropout_fields: Its fields with dropout rates.
+
+    Raises:
+        PrepError: The rates of the config are needed, and one is invalid.
+    """
+    if isinstance(value, str):
+        rates = read_dropout(config, dropout_fields)
+    else:
+        rates = dict(value) if isinstance(value, Mapping) else dict.fromkeys(DROPOUT_SITES, value)
+    return DropoutConfig(**rates, fcm_ratio=fcm_ratio)
+
+
+def check_dropout_table(table: Mapping[str, object]) -> None:
+    """Check a table of dropout rates by site.
+
+    Raises:
+        UsageError: A site is unknown, or a rate is not a number from 0 to below 1.
+    """
+    for site, rate in table.items():
+        if site not in DROPOUT_SITES:
+            what = f"`{DROPOUT_KEY}` has the unknown key `{site:.60}`"
+            raise usage_error(
+                what, f"the keys are {', '.join(DROPOUT_SITES)}", did_you_mean(site, DROPOUT_SITES)
+            )
+        if not _is_rate(rate):
+            what = f"`{site}` of `{DROPOUT_KEY}` is {rate!r:.60}"
+            raise usage_error(
+                what, "a rate is a number from 0 to below 1", f"`{DROPOUT_KEY} = {{{site} = 0.1}}`"
+            )
+
+
+def check_fcm_ratio(ratio: tuple[float, float]) -> None:
+    """Raise a UsageError if the smallest fraction of hidden keys exceeds the largest."""
+    low, high = ratio
+    if low > high:
+        why = f"the minimum {low} is above the maximum {high}"
+        raise usage_error(f"`{FCM_KEY}` is [{low}, {high}]", why, f"`{FCM_KEY} = [{high}, {low}]`")

@@ -26,8 +26,8 @@ from prepcli.algebra.axis_map import LAYER_ATOMS, LAYERS, bind_row, number_tenso
 from prepcli.algebra.rows import parse_row
 from prepcli.core.errors import PrepError, usage_error
 from prepcli.core.formatting import suggest
-from prepcli.models.lora_config import LoraConfig
-from prepcli.models.module_patterns import find_pattern
+from prepcli.models.declaration import atoms_in, split_dims, split_row
+from prepcli.models.lora_config import LoraConfig, find_pattern
 from prepcli.models.param_tree import ParamLeaf, param_leaves
 from prepcli.models.parameters import (
     EMBEDDING_PATH_PARTS,
@@ -36,7 +36,6 @@ from prepcli.models.parameters import (
     Parameter,
     active_parameters,
 )
-from prepcli.models.rows import atoms_in, split_dims, split_row
 
 RANK_ATOM = "lora_rank"
 # Last path parts of the leaves.
@@ -58,33 +57,20 @@ HEAD = "head"
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A projection that can have an adapter.
+    """A projection that can have an adapter."""
 
-    Attributes:
-        path: Path in the tree, such as `layers.attn.q`.
-        name: Path below the layers, such as `attn.q`.
-        module: Name of the PyTorch module with the layer atom in braces.
-        parameter: Name of the parameter in the module: `weight`, or e.g. `gate_up_proj` of fused experts.
-        stack: Atom of the layers.
-        out_dim: Output dim of the weight in its tensor.
-        in_dim: Input dim of the weight in its tensor.
-        out_dims: Output dims of the leaf, in order.
-        in_dims: Input dims of the leaf, in order.
-        is_transposed: Whether the tensor is stored as [in, out].
-        has_experts: Whether it is a stack of the projections of all experts.
-    """
-
-    path: str
-    name: str
-    module: str
+    path: str  # Path in the tree, such as `layers.attn.q`.
+    name: str  # Path below the layers, such as `attn.q`.
+    module: str  # Name of the PyTorch module with the layer atom in braces.
+    # Name of the parameter in the module: `weight`, or e.g. `gate_up_proj` of fused experts.
     parameter: str
-    stack: str
-    out_dim: str
-    in_dim: str
-    out_dims: tuple[str, ...]
-    in_dims: tuple[str, ...]
-    is_transposed: bool
-    has_experts: bool = False
+    stack: str  # Atom of the layers.
+    out_dim: str  # Output dim of the weight in its tensor.
+    in_dim: str  # Input dim of the weight in its tensor.
+    out_dims: tuple[str, ...]  # Output dims of the leaf, in order.
+    in_dims: tuple[str, ...]  # Input dims of the leaf, in order.
+    is_transposed: bool  # Whether the tensor is stored as [in, out].
+    has_experts: bool = False  # Whether it is a stack of the projections of all experts.
 
     @property
     def tensor(self) -> str:
@@ -94,9 +80,7 @@ class Projection:
     def lora_a_row(self, rank_atom: str, nesting: str = "") -> str:
         """Return the axis map of the LoRA matrix A.
 
-        Args:
-            rank_atom: Named axis of the rank.
-            nesting: Modules between the module and the matrix, in the names of PEFT.
+        `nesting` are the modules between the module and the matrix, in the names of PEFT.
         """
         tensor = f"{self.module}.{nesting}lora_A.weight"
         if self.has_experts:
@@ -119,7 +103,8 @@ class Projection:
 def projections(family: Family, config: HFConfig) -> Iterator[Projection]:
     """Yield the projections of a model's layers that can have an adapter, without the experts."""
     for path, parameter in active_parameters(family.parameters, config):
-        if projection := _projection(path, parameter.row):
+        projection = _projection(path, parameter.row)
+        if projection and not projection.has_experts:
             yield projection
 
 
@@ -128,42 +113,29 @@ def expert_projections(family: Family, config: HFConfig) -> Iterator[Projection]
     for path, parameter in active_parameters(family.parameters, config):
         # A file may have a tensor per expert. The class has the tensor of the alternate row then.
         for row in (parameter.row, parameter.alternate):
-            if row and (projection := _expert_projection(path, row)):
+            projection = _projection(path, row)
+            if projection and projection.has_experts:
                 yield projection
                 break
 
 
 def _projection(path: str, row: str) -> Projection | None:
-    """Return the projection of a parameter, or None if the parameter is not the matrix of one."""
+    """Return the projection of a parameter, or that of all experts, or None if it is not the matrix of one."""
     leaf, tensor, dims = split_row(row)
     # E.g. `layers embed heads head_dim <- …: embed (heads head_dim)` for the output projection. A leaf
     # has its output dims first, so the output dim is `embed` and the input dim `(heads head_dim)`. A dim of a leaf may
     # have several atoms, e.g. `(head_shards shard_heads)`, all of them in one dim of the tensor.
     stack, *leaf_dims = split_dims(leaf) or [""]
     tensor_dims = split_dims(dims)
-    is_matrix = path.endswith(WEIGHT) and tensor.endswith(WEIGHT) and len(tensor_dims) == 2
-    is_embedding = not EMBEDDING_PATH_PARTS.isdisjoint(path.split("."))
-    if stack not in LAYER_ATOMS or not is_matrix or is_embedding or EXPERTS in leaf_dims:
+    has_experts = leaf_dims[:1] == [EXPERTS] == tensor_dims[:1]
+    if has_experts:
+        leaf_dims = leaf_dims[1:]
+        tensor_dims = tensor_dims[1:]
+    elif not tensor.endswith(WEIGHT) or not EMBEDDING_PATH_PARTS.isdisjoint(path.split(".")):
         return None
-    return _make_projection(path, tensor, stack, leaf_dims, tensor_dims)
-
-
-def _expert_projection(path: str, row: str) -> Projection | None:
-    """Return the projection of all experts that a row describes, or None if it does not describe one."""
-    leaf, tensor, dims = split_row(row)
-    stack, *leaf_dims = split_dims(leaf) or [""]
-    tensor_dims = split_dims(dims)
-    is_stack = leaf_dims[:1] == [EXPERTS] == tensor_dims[:1] and len(tensor_dims) == 3
-    if stack not in LAYER_ATOMS or not path.endswith(WEIGHT) or not is_stack:
+    is_matrix = path.endswith(WEIGHT) and len(tensor_dims) == 2
+    if stack not in LAYER_ATOMS or not is_matrix or EXPERTS in leaf_dims:
         return None
-    projection = _make_projection(path, tensor, stack, leaf_dims[1:], tensor_dims[1:])
-    return dataclasses.replace(projection, has_experts=True)
-
-
-def _make_projection(
-    path: str, tensor: str, stack: str, leaf_dims: Sequence[str], tensor_dims: Sequence[str]
-) -> Projection:
-    """Return the projection of a weight, from the dims of its leaf and the two dims of its tensor."""
     # A leaf of one output feature has only input dims, e.g. `embed <- …: 1 embed`.
     out_dim = "1"
     if out_dim not in tensor_dims:
@@ -181,6 +153,7 @@ def _make_projection(
         out_dims=tuple(dim for dim in leaf_dims if _has_dim(out_dim, dim)),
         in_dims=tuple(dim for dim in leaf_dims if _has_dim(in_dim, dim)),
         is_transposed=tensor_dims.index(out_dim) == 1,
+        has_experts=has_experts,
     )
 
 
@@ -306,17 +279,11 @@ def saved_module_name(family: Family, path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModuleSettings:
-    """The settings of the adapter of one tensor.
+    """The settings of the adapter of one tensor."""
 
-    Attributes:
-        rank: Its rank.
-        alpha: Its alpha.
-        nesting: Modules between its module and its matrices, in the names of PEFT.
-    """
-
-    rank: int
-    alpha: float
-    nesting: str = ""
+    rank: int  # Its rank.
+    alpha: float  # Its alpha.
+    nesting: str = ""  # Modules between its module and its matrices, in the names of PEFT.
 
 
 def with_named_patterns(family: Family, config: HFConfig, lora: LoraConfig) -> LoraConfig:
@@ -360,13 +327,8 @@ def module_settings(
     """Return the settings of each tensor with an adapter, by `Projection.tensor`.
 
     A pattern of `rank_pattern` or `alpha_pattern` is compared with the names of PyTorch modules in the class, e.g.
-    `model.layers.0.self_attn.q_proj`, and with names here, e.g. `layers.0.attn.q`.
-
-    Args:
-        family: Family of the model.
-        config: Content of its config.json.
-        lora: Settings of the adapters.
-        allow_unused: Accept patterns that match no adapter.
+    `model.layers.0.self_attn.q_proj`, and with names here, e.g. `layers.0.attn.q`. With `allow_unused`, a pattern may
+    match no adapter.
 
     Raises:
         UsageError: A target is unknown, a pattern matches no adapter, or the layers of a projection differ in rank
@@ -452,10 +414,7 @@ def _numbered_path(projection: Projection, number: str) -> str:
 def nested_module(module: str, projection: Projection, selected: Sequence[Projection]) -> str:
     """Return the name of the module of PEFT with the matrices of a projection of experts.
 
-    Args:
-        module: Name of the module of the experts.
-        projection: The projection.
-        selected: All projections of experts with adapters.
+    `selected` are all projections of experts with adapters.
     """
     return f"{module}.{_nesting(projection, selected)}".rstrip(".")
 
@@ -508,21 +467,16 @@ def lora_family(family: Family, config: HFConfig, lora: LoraConfig) -> Family:
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """The adapters of a model.
+    """The adapters of a model."""
 
-    Attributes:
-        config: Their settings.
-        leaves: Their leaves, and the leaves of modules that are trained as a whole, by path.
-        shared: Path of each A matrix that reuses the A of another projection -> path of the reused leaf.
-        scalings: Factor of each A matrix in `leaves`, by path.
-        dropout_sites: Name of a projection below the layers -> number of its module in the keys of dropout. It
-            depends on the model alone, so that further targets change no mask.
-    """
-
-    config: LoraConfig
+    config: LoraConfig  # Their settings.
+    # Their leaves, and the leaves of modules that are trained as a whole, by path.
     leaves: Mapping[str, ParamLeaf]
+    # Path of each A matrix that reuses the A of another projection -> path of the reused leaf.
     shared: Mapping[str, str]
-    scalings: Mapping[str, float]
+    scalings: Mapping[str, float]  # Factor of each A matrix in `leaves`, by path.
+    # Name of a projection below the layers -> number of its module in the keys of dropout. It depends on the model
+    # alone, so that further targets change no mask.
     dropout_sites: Mapping[str, int]
 
     @property
@@ -541,14 +495,6 @@ def build_adapters(
     scan_axis: int = 0,
 ) -> Adapters:
     """Return the adapters of a model.
-
-    Args:
-        family: Family of the model.
-        config: Content of its config.json.
-        lora: Settings of the adapters.
-        is_tied: Whether the LM head is the token embedding.
-        scan: Whether each leaf stacks all layers.
-        scan_axis: Axis of the stacked layers.
 
     Raises:
         UsageError: A target is unknown.

@@ -23,18 +23,12 @@ MeshAxes = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A grid of devices, numbered row-major over its axes. `parse_mesh` makes it.
+    """A grid of devices, numbered row-major over its axes. `parse_mesh` makes it."""
 
-    Attributes:
-        names: Axes, outermost first.
-        sizes: Size of each axis. One size may be -1 (all remaining devices). `resolve_mesh`
-            replaces it.
-        plain_order: Whether the devices are in the order of the runtime instead of placed by
-            topology.
-    """
-
-    names: MeshAxes
+    names: MeshAxes  # Axes, outermost first.
+    # Size of each axis. One size may be -1 (all remaining devices). `resolve_mesh` replaces it.
     sizes: tuple[int, ...]
+    # Whether the devices are in the order of the runtime instead of placed by topology.
     plain_order: bool = False
 
     def __str__(self) -> str:
@@ -70,9 +64,6 @@ def parse_mesh(mesh_text: str, origin: Option | Key = MESH_OPTION) -> Mesh:
         mesh_text: Sizes, in the order of the devices (outermost axis first). A leading `!` selects
             the plain order.
         origin: Option or recipe key of the text, for the error.
-
-    Returns:
-        The mesh.
 
     Raises:
         UsageError: The text is not a valid mesh.
@@ -116,9 +107,6 @@ def resolve_mesh(
         n_devices: Number of devices.
         hardware: Description of the devices (`1 host with 8 × H100`), for the error.
         origin: Option or recipe key of the mesh, for the error.
-
-    Returns:
-        A mesh of `n_devices` devices.
 
     Raises:
         UsageError: The sizes do not match the number of devices.
@@ -284,11 +272,7 @@ ONE_SLICE: SliceCounts = {}
 def parse_slice_counts(counts_text: str | None) -> SliceCounts:
     """Parse the number of slices per mesh axis, such as `dp:2` or `2,1,1`.
 
-    Args:
-        counts_text: Axes in the notation of a mesh, or None for one slice.
-
-    Returns:
-        The number of slices of each axis that has several.
+    None stands for one slice. An axis in one slice has no entry in the result.
 
     Raises:
         UsageError: The text is invalid, or a number is -1.

@@ -48,9 +48,7 @@ class OptimizerGroups:
 def optimizer_groups(family: str, names: Iterable[str]) -> OptimizerGroups:
     """Return the groups of parameters in transformers' Trainer.
 
-    Args:
-        family: Name of the family, a `model_type`.
-        names: Names of the parameters in files of transformers.
+    `family` is a `model_type`. The names are spelled as in files of transformers.
 
     Raises:
         PrepError: The order of the family or of a parameter is unknown.
@@ -66,9 +64,7 @@ def optimizer_groups(family: str, names: Iterable[str]) -> OptimizerGroups:
 def module_order(family: str, names: Iterable[str]) -> tuple[str, ...]:
     """Return parameters in the order of `model.named_parameters()`.
 
-    Args:
-        family: Name of the family, a `model_type`.
-        names: Names of the parameters in files of transformers.
+    `family` is a `model_type`. The names are spelled as in files of transformers.
 
     Raises:
         PrepError: The order of the family or of a parameter is unknown.

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from prepcli.core.json_values import HFConfig
+from prepcli.models.declaration import map_rows
+from prepcli.models.layouts import interleave_rotary_pairs, renamed_leaf
 from prepcli.models.parameters import (
     NEVER,
     Condition,
@@ -20,7 +22,6 @@ from prepcli.models.parameters import (
     TreeLayout,
 )
 from prepcli.models.rope_config import has_llama3_scaling
-from prepcli.models.rows import map_rows, split_row
 
 # Path of a parameter in prep's tree -> its leaf and dims in the other tree, e.g. `lm_head.w: embed vocab`.
 LeafTable = Mapping[str, str]
@@ -42,34 +43,14 @@ def leaf_parameters(
     renamed: dict[str, Parameter] = {}
     for path, parameter in parameters.items():
         if path in leaves:
-            leaf_path, dims = _split_leaf(leaves[path])
+            leaf_path, leaf = renamed_leaf(parameter, leaves[path])
         elif path.removeprefix(LAYERS_PREFIX) in layer:
-            leaf_path, dims = _split_leaf(layer[path.removeprefix(LAYERS_PREFIX)])
-            leaf_path = f"{layer_path}.{leaf_path}"
+            line = layer[path.removeprefix(LAYERS_PREFIX)]
+            leaf_path, leaf = renamed_leaf(parameter, f"{layer_path}.{line}")
         else:
             continue
-        renamed[leaf_path] = _with_leaf_dims(parameter, dims)
+        renamed[leaf_path] = leaf
     return renamed
-
-
-def _split_leaf(line: str) -> tuple[str, str]:
-    """Return the path and the dims of a leaf.
-
-    >>> _split_leaf("lm_head.w: embed vocab")
-    ('lm_head.w', 'embed vocab')
-    """
-    path, _, dims = line.partition(": ")
-    return path, dims
-
-
-def _with_leaf_dims(parameter: Parameter, dims: str) -> Parameter:
-    """Return a parameter with another left side of its rows."""
-
-    def replace_leaf(row: str) -> str:
-        _, tensor, tensor_dims = split_row(row)
-        return f"{dims} <- {tensor}: {tensor_dims}"
-
-    return map_rows(parameter, replace_leaf)
 
 
 # Facts of Tunix 0.1.7: models/llama3/params.py, models/qwen2/params.py and models/qwen3/params.py.
@@ -128,22 +109,29 @@ _PROJECTION = "layers.{{layers}}.self_attn.{name}_proj.weight: ({heads} head_dim
 _TUNIX_GEMMA_LAYER_PATH = "layers.{layers}"
 
 # Facts of MaxText 0.2.5: checkpoint_conversion/utils/param_mapping.py. Kernels are [in, out].
+_LAYER_PATH = "decoder.layers_{layers}"
 _MAXTEXT_LEAVES = {
     "embed.tokens": "token_embedder.embedding: vocab embed",
     "final_norm.scale": "decoder.decoder_norm.scale: embed",
-    "head.weight": "decoder.logits_dense.kernel: embed vocab",
 }
+_MAXTEXT_HEAD = {"head.weight": "decoder.logits_dense.kernel: embed vocab"}
 _MAXTEXT_ATTENTION = {
-    "attn_norm.scale": "pre_self_attention_layer_norm.scale: embed",
     "attn.q.weight": "self_attention.query.kernel: embed heads head_dim",
     "attn.k.weight": "self_attention.key.kernel: embed kv_heads head_dim",
     "attn.v.weight": "self_attention.value.kernel: embed kv_heads head_dim",
     "attn.o.weight": "self_attention.out.kernel: heads head_dim embed",
+}
+_MAXTEXT_BIASES = {
     "attn.q.bias": "self_attention.query.bias: heads head_dim",
     "attn.k.bias": "self_attention.key.bias: kv_heads head_dim",
     "attn.v.bias": "self_attention.value.bias: kv_heads head_dim",
+}
+_MAXTEXT_QK_NORMS = {
     "attn.q_norm.scale": "self_attention.query_norm.scale: head_dim",
     "attn.k_norm.scale": "self_attention.key_norm.scale: head_dim",
+}
+_MAXTEXT_NORMS = {
+    "attn_norm.scale": "pre_self_attention_layer_norm.scale: embed",
     "mlp_norm.scale": "post_self_attention_layer_norm.scale: embed",
 }
 _MAXTEXT_MLP = {
@@ -175,9 +163,6 @@ def tunix_layout(
         qkv_biases: Whether the class in Tunix has biases of queries, keys and values.
         qk_norms: Whether it has norms of queries and keys.
         has_experts: Whether all layers have experts.
-
-    Returns:
-        Dict with the key "tunix".
     """
     layer = dict(_TUNIX_LAYER)
     if has_experts:
@@ -193,12 +178,7 @@ def tunix_layout(
 def tunix_gemma_layout(family: Family, *, post_attention_norm: str = "") -> dict[str, TreeLayout]:
     """Return the parameter tree of Tunix for a Gemma 1, 2 or 3.
 
-    Args:
-        family: The family.
-        post_attention_norm: Name of the norm after the attention, or "" if there is none.
-
-    Returns:
-        Dict with the key "tunix".
+    `post_attention_norm` is the name of the norm after the attention, or "" if there is none.
     """
     layer = dict(_TUNIX_GEMMA_LAYER)
     if post_attention_norm:
@@ -247,24 +227,20 @@ def maxtext_layouts(
         interleaves_heads: When the two elements of a rotated pair are adjacent in the heads of queries and keys.
             Otherwise they are half a head apart, as in Hugging Face files.
         experts_module: Name of the module with experts, or "" for a dense MLP.
-
-    Returns:
-        Dict with the keys "maxtext" and "maxtext-unscanned".
     """
+    layer = _MAXTEXT_ATTENTION | _MAXTEXT_BIASES | _MAXTEXT_QK_NORMS | _MAXTEXT_NORMS | _MAXTEXT_MLP
     if experts_module:
-        experts = {
-            path: line.format(module=experts_module) for path, line in _MAXTEXT_EXPERTS.items()
-        }
-        layer = _MAXTEXT_ATTENTION | experts
-    else:
-        layer = _MAXTEXT_ATTENTION | _MAXTEXT_MLP
-    leaves = leaf_parameters(
-        family.parameters, _MAXTEXT_LEAVES, layer, layer_path="decoder.layers_{layers}"
-    )
-    attention = "decoder.layers_{layers}.self_attention"
+        for path, line in _MAXTEXT_EXPERTS.items():
+            layer[path] = line.format(module=experts_module)
+    outer = _MAXTEXT_LEAVES | _MAXTEXT_HEAD
+    leaves = leaf_parameters(family.parameters, outer, layer, layer_path=_LAYER_PATH)
+    attention = f"{_LAYER_PATH}.self_attention"
     if interleaves_heads is not None:
         for path in (f"{attention}.query.kernel", f"{attention}.key.kernel"):
-            leaves[path] = _interleave_rotary_pairs(leaves[path], interleaves_heads)
+            row = leaves[path].row
+            leaves[path] = Parameter(
+                interleave_rotary_pairs(row, "(half two)"), interleaves_heads, else_row=row
+            )
     if scales_queries:
         path = f"{attention}.query.kernel"
         leaves[path] = map_rows(leaves[path], _SCALED_QUERIES.format)
@@ -273,44 +249,18 @@ def maxtext_layouts(
     return {"maxtext": scanned, "maxtext-unscanned": unscanned}
 
 
-def _interleave_rotary_pairs(parameter: Parameter, condition: Condition) -> Parameter:
-    """Return a query or key parameter with adjacent rotary pairs in each head, if the config meets the condition."""
-    leaf, tensor, dims = split_row(parameter.row)
-    # With 4 elements per head, the tensor has the pairs (0, 2) and (1, 3). The leaf has the order 0, 2, 1, 3.
-    interleaved_leaf = leaf.replace("head_dim", "(half two)")
-    interleaved_dims = dims.replace("head_dim", "two half")
-    return Parameter(
-        f"{interleaved_leaf} <- {tensor}: {interleaved_dims}", condition, else_row=parameter.row
-    )
-
-
 # Parameter trees of MaxText for Gemma 2 and 3, with changed values and groups of layers. No I/O, no jax.
 #
 # Facts of MaxText 0.2.5: checkpoint_conversion/utils/param_mapping.py and models/gemma2.py, models/gemma3.py.
 
-# The head is always tied: the capped logits of MaxText need the embedding.
-_LEAVES = {
-    "embed.tokens": "token_embedder.embedding: vocab embed",
-    "final_norm.scale": "decoder.decoder_norm.scale: embed",
-}
-_LAYER = {
+_GEMMA_NORMS = {
     "attn_norm.scale": "pre_self_attention_norm.scale: embed",
-    "attn.q.weight": "self_attention.query.kernel: embed heads head_dim",
-    "attn.k.weight": "self_attention.key.kernel: embed kv_heads head_dim",
-    "attn.v.weight": "self_attention.value.kernel: embed kv_heads head_dim",
-    "attn.o.weight": "self_attention.out.kernel: heads head_dim embed",
     "attn_post_norm.scale": "post_self_attention_norm.scale: embed",
     "mlp_norm.scale": "pre_ffw_norm.scale: embed",
-    "mlp.gate.weight": "mlp.wi_0.kernel: embed mlp",
-    "mlp.up.weight": "mlp.wi_1.kernel: embed mlp",
-    "mlp.down.weight": "mlp.wo.kernel: mlp embed",
     "mlp_post_norm.scale": "post_ffw_norm.scale: embed",
 }
-_QK_NORMS = {
-    "attn.q_norm.scale": "self_attention.query_norm.scale: head_dim",
-    "attn.k_norm.scale": "self_attention.key_norm.scale: head_dim",
-}
-_LAYER_PATH = "decoder.layers_{layers}"
+# Gemma 2 has no norms of queries and keys.
+_GEMMA_LAYER = _MAXTEXT_ATTENTION | _MAXTEXT_QK_NORMS | _MAXTEXT_MLP | _GEMMA_NORMS
 # In Gemma 2, layer 0 of MaxText has the layers 0 (sliding window) and 1 (full attention) of Hugging Face.
 _KINDS = ("local", "global")
 # In Gemma 3, a scanned layer of MaxText is a group: five layers with a sliding window, and one with full attention.
@@ -324,14 +274,7 @@ _QUERY_SCALE = "{} / sqrt(query_pre_attn_scalar)"
 
 
 def maxtext_gemma2_layouts(family: Family) -> dict[str, TreeLayout]:
-    """Return the parameter trees of MaxText for a Gemma 2, with pairs of layers.
-
-    Args:
-        family: The family.
-
-    Returns:
-        Dict with the keys "maxtext" and "maxtext-unscanned".
-    """
+    """Return the parameter trees of MaxText for a Gemma 2, with pairs of layers."""
 
     def has_pairs(config: HFConfig) -> bool:
         return family.sizes(config)["layers"] >= len(_KINDS)
@@ -342,7 +285,7 @@ def maxtext_gemma2_layouts(family: Family) -> dict[str, TreeLayout]:
     leaves = _outer_leaves(family.parameters, root_dtype="float32")
     for kind in _KINDS:
         # E.g. self_attention_local.query.kernel
-        table = {path: line.replace(".", f"_{kind}.", 1) for path, line in _LAYER.items()}
+        table = {path: line.replace(".", f"_{kind}.", 1) for path, line in _GEMMA_LAYER.items()}
         leaves |= _layer_leaves(
             family.parameters,
             table,
@@ -366,15 +309,8 @@ def maxtext_gemma2_layouts(family: Family) -> dict[str, TreeLayout]:
 
 
 def maxtext_gemma3_layouts(family: Family) -> dict[str, TreeLayout]:
-    """Return the parameter trees of MaxText for a Gemma 3: groups of layers and a remainder, or one leaf per layer.
-
-    Args:
-        family: The family.
-
-    Returns:
-        Dict with the keys "maxtext" and "maxtext-unscanned".
-    """
-    layer = _LAYER | _QK_NORMS
+    """Return the parameter trees of MaxText for a Gemma 3: groups of layers and a remainder, or one leaf per layer."""
+    layer = _GEMMA_LAYER
     outer = _outer_leaves(family.parameters, root_dtype="bfloat16")
     plain = leaf_parameters(family.parameters, {}, layer, layer_path=_LAYER_PATH)
     unscanned = TreeLayout(outer | _with_offset_norms(plain), allows_tied_head=True)
@@ -429,7 +365,8 @@ def _group_numbers(num_layers: int) -> dict[str, Sequence[int]]:
 
 def _outer_leaves(parameters: Mapping[str, Parameter], *, root_dtype: str) -> dict[str, Parameter]:
     """Return the leaves outside of the layers, with their scales."""
-    leaves = leaf_parameters(parameters, _LEAVES, {}, layer_path=_LAYER_PATH)
+    # The head is always tied: the capped logits of MaxText need the embedding.
+    leaves = leaf_parameters(parameters, _MAXTEXT_LEAVES, {}, layer_path=_LAYER_PATH)
     path = "token_embedder.embedding"
     leaves[path] = map_rows(leaves[path], _EMBEDDING_SCALE.format(dtype=root_dtype).format)
     return _with_offset_norms(leaves)
@@ -446,14 +383,9 @@ def _layer_leaves(
     """Return the leaves of the layers in an index list."""
     leaves: dict[str, Parameter] = {}
     for path, leaf in leaf_parameters(parameters, {}, table, layer_path=layer_path).items():
-        listed = map_rows(leaf, partial(_list_layers, index_list=index_list))
+        listed = map_rows(leaf, lambda row: row.replace("{layers}", f"{{layers@{index_list}}}"))
         leaves[path] = dataclasses.replace(listed, condition=condition)
     return _with_offset_norms(leaves)
-
-
-def _list_layers(row: str, index_list: str) -> str:
-    """Return a row of the layers in an index list."""
-    return row.replace("{layers}", f"{{layers@{index_list}}}")
 
 
 def _with_offset_norms(leaves: Mapping[str, Parameter]) -> dict[str, Parameter]:
@@ -466,7 +398,7 @@ def _with_offset_norms(leaves: Mapping[str, Parameter]) -> dict[str, Parameter]:
 
 
 # Model type -> its trees, in the order of lists
-TREES: Mapping[str, MakeTrees] = {
+ORBAX_TREES: Mapping[str, MakeTrees] = {
     "llama": lambda family: {
         **tunix_layout(family),
         # MaxText rotates adjacent pairs in LLaMA 3.1 and later, which have scaled rotary frequencies.

@@ -35,22 +35,15 @@ Role = Literal["embedding", "matrix", "scale", "bias"]
 
 @dataclass(frozen=True, slots=True)
 class ParamLeaf:
-    """A leaf of the parameter tree.
+    """A leaf of the parameter tree."""
 
-    Attributes:
-        path: Dotted path in the tree.
-        path_pattern: The path with a placeholder in place of the layer index, if the leaf belongs
-            to one layer.
-        shape: Shape of the leaf.
-        dims: Named axes (atoms) of each dim. `dim_name` gives the logical name of a dim.
-        layer_index: Index of the leaf's layer, or None if it stacks the layers or belongs to no
-            layer.
-    """
-
-    path: str
+    path: str  # Dotted path in the tree.
+    # The path with a placeholder in place of the layer index, if the leaf belongs to one layer.
     path_pattern: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # Shape of the leaf.
+    # Named axes (atoms) of each dim. `dim_name` gives the logical name of a dim.
     dims: tuple[tuple[str, ...], ...]
+    # Index of the leaf's layer, or None if it stacks the layers or belongs to no layer.
     layer_index: int | None = None
 
     @property
@@ -95,15 +88,8 @@ def param_leaves(
 ) -> dict[str, ParamLeaf]:
     """Return the leaves of a model's parameter tree.
 
-    Args:
-        family: Family of the model.
-        config: Content of its config.json.
-        tied: Whether the head is the token embedding. The tree then has no leaf for the head.
-        scan: Whether each leaf stacks all layers.
-        scan_axis: Axis of the stacked layers.
-
-    Returns:
-        Path -> leaf, in the order of the family's parameters.
+    They are in the order of the family's parameters. If the head is the token embedding (`tied`), it has no leaf.
+    With `scan`, a leaf stacks all layers on `scan_axis`.
     """
     leaves: dict[str, ParamLeaf] = {}
     sizes = family.sizes(config)
@@ -191,9 +177,7 @@ def _pattern_matches(pattern: str, path: str) -> bool:
 def check_regular_expressions(patterns: Iterable[str], key: str) -> None:
     """Check the regular expressions of patterns.
 
-    Args:
-        patterns: The patterns.
-        key: Their recipe key, for messages.
+    `key` is their recipe key, for messages.
 
     Raises:
         UsageError: An expression is invalid.
@@ -214,10 +198,7 @@ def check_regular_expressions(patterns: Iterable[str], key: str) -> None:
 def check_used(patterns: Iterable[str], paths: Mapping[str, object], key: str) -> None:
     """Check that each pattern matches a leaf.
 
-    Args:
-        patterns: The patterns.
-        paths: Parameters by path.
-        key: The recipe key of the patterns, for messages.
+    `key` is their recipe key, for messages.
 
     Raises:
         UsageError: A pattern matches no leaf.
@@ -241,16 +222,11 @@ SINKS = "sinks"
 
 @dataclass(frozen=True, slots=True)
 class DecayRule:
-    """Rule for the leaves with weight decay.
+    """Rule for the leaves with weight decay."""
 
-    Attributes:
-        includes_embeddings: Whether embeddings decay.
-        exclude: Patterns of leaves without decay.
-        include: Patterns of leaves with decay, whatever their role. `exclude` has priority.
-    """
-
-    includes_embeddings: bool = True
-    exclude: tuple[str, ...] = ()
+    includes_embeddings: bool = True  # Whether embeddings decay.
+    exclude: tuple[str, ...] = ()  # Patterns of leaves without decay.
+    # Patterns of leaves with decay, whatever their role. `exclude` has priority.
     include: tuple[str, ...] = ()
 
     def decays(self, leaf: ParamLeaf) -> bool:
@@ -293,17 +269,11 @@ DECAY_RATES = "mixer.a_log.weight"
 
 @dataclass(frozen=True, slots=True)
 class MatrixAxes:
-    """The axes of a leaf that form a matrix.
+    """The axes of a leaf that form a matrix."""
 
-    Attributes:
-        batch: Axes that count matrices: layers and experts.
-        rows: Axes of the output dims.
-        columns: Axes of the input dims.
-    """
-
-    batch: tuple[int, ...]
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
+    batch: tuple[int, ...]  # Axes that count matrices: layers and experts.
+    rows: tuple[int, ...]  # Axes of the output dims.
+    columns: tuple[int, ...]  # Axes of the input dims.
 
 
 def matrix_axes(leaf: ParamLeaf) -> MatrixAxes | None:
@@ -344,23 +314,17 @@ def is_layer_matrix(leaf: ParamLeaf) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FactoredAxes:
-    """The axes over which the two statistics of a factored second moment are means.
+    """The axes over which the two statistics of a factored second moment are means."""
 
-    Attributes:
-        row_mean: Axes of the larger dim of the matrix. `v_row` has a value per index of the other.
-        col_mean: Axes of the smaller dim.
-    """
-
+    # Axes of the larger dim of the matrix. `v_row` has a value per index of the other.
     row_mean: tuple[int, ...]
-    col_mean: tuple[int, ...]
+    col_mean: tuple[int, ...]  # Axes of the smaller dim.
 
 
 def factored_axes(leaf: ParamLeaf, min_dim_size: int) -> FactoredAxes | None:
     """Return the axes of the statistics of a leaf's matrices, or None if they are not factored.
 
-    Args:
-        leaf: The parameter.
-        min_dim_size: Smallest dim of a matrix that is factored.
+    Matrices with a dim below `min_dim_size` are not factored.
     """
     axes = matrix_axes(leaf)
     if axes is None:
@@ -399,10 +363,6 @@ def reduced_axes(shape: Sequence[int], param_shape: Sequence[int]) -> tuple[int,
 
     >>> reduced_axes([12, 1, 64], [12, 32, 64])
     (1,)
-
-    Args:
-        shape: Shape of the statistic.
-        param_shape: Shape of its parameter.
 
     Returns:
         The reduced axes, none of them if the shapes are equal. None if an axis has another extent, e.g. 2 of 32: the

@@ -10,7 +10,6 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import MappingProxyType
 
 from prepcli.algebra.axis_map import (
@@ -28,7 +27,7 @@ from prepcli.algebra.rows import parse_row
 from prepcli.core.errors import PrepError, invalid_config_error
 from prepcli.core.json_values import HFConfig
 from prepcli.models.architecture import ArchConfig
-from prepcli.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
+from prepcli.models.layer_config import ATTENTION_DROPOUT, DropoutFields
 
 # When a parameter exists: the name of a config field that must be true, ALWAYS, or a function of
 # the config.
@@ -66,29 +65,19 @@ def if_set(config_field: str) -> Condition:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of the tree and the axis-map rows to its tensors.
+    """A parameter of the tree and the axis-map rows to its tensors."""
 
-    Attributes:
-        row: The parameter's axis map. Tensor names are without the family's prefix.
-        condition: When the parameter exists with this row.
-        alternate: Row for files with the tensors in another form, or "". The row whose
-            tensors exist is used.
-        else_row: Row if the condition does not hold. If it is "", the parameter then does not
-            exist.
-        transposed: Row for files with the tensors of `alternate` transposed, or "". The shapes of the
-            tensors decide between the two.
-        parsed_row: Axis map of a verbatim tensor, or of a stack of them, in place of `row`. It lists
-            the numbers of its layers.
-        layer_path: Path of the leaf of a single layer, with a placeholder for the layer number.
-            Only with `parsed_row`.
-    """
-
-    row: str
-    condition: Condition = ALWAYS
+    row: str  # The parameter's axis map. Tensor names are without the family's prefix.
+    condition: Condition = ALWAYS  # When the parameter exists with this row.
+    # Row for files with the tensors in another form, or "". The row whose tensors exist is used.
     alternate: str = ""
+    # Row if the condition does not hold. If it is "", the parameter then does not exist.
     else_row: str = ""
+    # Row for files with the tensors of `alternate` transposed, or "". The shapes of the tensors decide between the two.
     transposed: str = ""
+    # Axis map of a verbatim tensor, or of a stack of them, in place of `row`. It lists the numbers of its layers.
     parsed_row: ParsedAxisMap | None = None
+    # Path of the leaf of a single layer, with a placeholder for the layer number. Only with `parsed_row`.
     layer_path: str = ""
 
     def resolve(self, config: HFConfig) -> Parameter | None:
@@ -102,35 +91,27 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
-    """The parameter tree of another library for the same tensors.
+    """The parameter tree of another library for the same tensors."""
 
-    Attributes:
-        parameters: Path -> parameter. A path holds the placeholder of a layer atom, such as
-            `{layers}`. Its row has no dim of the layers.
-        stacked_name: Path part in place of the part with the placeholder in trees with stacked
-            layers, or "" if there are none.
-        stack_axis: Axis of the stacked layers in trees of prep, or None if it writes one
-            leaf per layer.
-        allows_tied_head: Whether a tree with a tied head has no leaf for it.
-        path_aliases: Path in some trees -> path in `parameters`. Both may hold the placeholder of a layer atom.
-        ignored_fields: Config fields without effect in that library.
-        non_parameters: Ends of the paths of leaves other than parameters.
-        state_keys: First keys of other entries, in trees with the parameters at the top.
-        follows_prefix: Whether the paths of a base model, saved without its head, lack the family's prefix.
-        layer_numbers: Named axis (atom) or index list of some layers -> the numbers of these layers.
-        zero_leaves: Path -> dims of a leaf without a tensor. It has zeros in float32.
-    """
-
+    # Path -> parameter. A path holds the placeholder of a layer atom, such as `{layers}`. Its row has no dim of the
+    # layers.
     parameters: Mapping[str, Parameter]
+    # Path part in place of the part with the placeholder in trees with stacked layers, or "" if there are none.
     stacked_name: str = ""
+    # Axis of the stacked layers in trees of prep, or None if it writes one leaf per layer.
     stack_axis: int | None = None
-    allows_tied_head: bool = False
+    allows_tied_head: bool = False  # Whether a tree with a tied head has no leaf for it.
+    # Path in some trees -> path in `parameters`. Both may hold the placeholder of a layer atom.
     path_aliases: Mapping[str, str] = field(default_factory=dict)
-    ignored_fields: tuple[str, ...] = ()
-    non_parameters: tuple[str, ...] = ()
+    ignored_fields: tuple[str, ...] = ()  # Config fields without effect in that library.
+    non_parameters: tuple[str, ...] = ()  # Ends of the paths of leaves other than parameters.
+    # First keys of other entries, in trees with the parameters at the top.
     state_keys: tuple[str, ...] = ()
+    # Whether the paths of a base model, saved without its head, lack the family's prefix.
     follows_prefix: bool = False
+    # Named axis (atom) or index list of some layers -> the numbers of these layers.
     layer_numbers: Callable[[HFConfig], Mapping[str, Sequence[int]]] = lambda config: {}
+    # Path -> dims of a leaf without a tensor. It has zeros in float32.
     zero_leaves: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def resolve_alias(self, path: str) -> str:
@@ -161,90 +142,46 @@ class TreeLayout:
 
 @dataclass(frozen=True, slots=True)
 class WeightTying:
-    """The output head and the token embedding that may replace it.
+    """The output head and the token embedding that may replace it."""
 
-    Attributes:
-        head_leaf: Path of the head in the tree.
-        head_tensor: Tensor of the head.
-        embedding_tensor: Tensor of the token embedding.
-        tied_by_default: Whether the head is tied if the config has no `tie_word_embeddings`.
-        stored_head_unties: Whether, under this config, a stored head tensor overrides
-            `tie_word_embeddings`.
-        untied_fields: Config fields to set when a tied head becomes a separate parameter.
-    """
-
-    head_leaf: str
-    head_tensor: str
-    embedding_tensor: str
-    tied_by_default: bool
+    head_leaf: str  # Path of the head in the tree.
+    head_tensor: str  # Tensor of the head.
+    embedding_tensor: str  # Tensor of the token embedding.
+    tied_by_default: bool  # Whether the head is tied if the config has no `tie_word_embeddings`.
+    # Whether, under this config, a stored head tensor overrides `tie_word_embeddings`.
     stored_head_unties: Callable[[HFConfig], bool] = lambda config: False
+    # Config fields to set when a tied head becomes a separate parameter.
     untied_fields: Callable[[HFConfig], HFConfig] = lambda config: {}
-
-
-class LazyLayouts(Mapping[str, TreeLayout]):
-    """The trees of other libraries. They are made at their first use: most commands need none."""
-
-    def __init__(self, make: Callable[[], Mapping[str, TreeLayout]]) -> None:
-        """Make the trees with `make`."""
-        self._make = make
-
-    @cached_property
-    def _layouts(self) -> Mapping[str, TreeLayout]:
-        return self._make()
-
-    def __getitem__(self, name: str) -> TreeLayout:
-        """Return a tree by name."""
-        return self._layouts[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield the names."""
-        return iter(self._layouts)
-
-    def __len__(self) -> int:
-        """Return the number of trees."""
-        return len(self._layouts)
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model family: its parameters and its architecture, as functions of a Hugging Face config.
+    """A model family: its parameters and its architecture, as functions of a Hugging Face config."""
 
-    Attributes:
-        name: `model_type` of its config.json, or VERBATIM.
-        prefix: Prefix of tensor names in a file of the model with its head.
-        unprefixed: Tensors without the prefix.
-        head_prefix: Prefix of the tensors in `unprefixed`. Only the text part of a multimodal
-            checkpoint has one, e.g. `language_model.` of `language_model.lm_head.weight`.
-        sizes: Named axis (atom) -> extent. Raises PrepError for an invalid config.
-        parameters: Path in the tree -> parameter.
-        dropped: Pattern of tensors to ignore, where `{i}` matches any number and `*` any text -> their
-            description.
-        tying: The head and the embedding.
-        arch_config: The architecture. Raises PrepError for a config that prep does not support.
-        layouts: Trees of other libraries, by name. See `declaration.by_name`.
-        duplicates: Tensor of some files -> the tensor with the same content.
-        dropout_fields: Fields of the config with dropout rates.
-        layer_numbers: Named axis (atom) of some layers -> the numbers of these layers.
-        default_prediction_layers: Number of layers for multi-token prediction if the config does not state it. See
-            `prepcli.models.prediction`.
-        title: One line about the family, for lists.
-    """
-
-    name: str
-    prefix: str
-    unprefixed: tuple[str, ...]
+    name: str  # `model_type` of its config.json, or VERBATIM.
+    prefix: str  # Prefix of tensor names in a file of the model with its head.
+    unprefixed: tuple[str, ...]  # Tensors without the prefix.
+    # Named axis (atom) -> extent. Raises PrepError for an invalid config.
     sizes: Callable[[HFConfig], dict[str, int]]
-    parameters: Mapping[str, Parameter]
+    parameters: Mapping[str, Parameter]  # Path in the tree -> parameter.
+    # Pattern of tensors to ignore, where `{i}` matches any number and `*` any text -> their description.
     dropped: Mapping[str, str]
-    tying: WeightTying
+    tying: WeightTying  # The head and the embedding.
+    # The architecture. Raises PrepError for a config that prep does not support.
     arch_config: Callable[[HFConfig], ArchConfig]
+    # Trees of other libraries, by name. See `prepcli.models.registry`.
     layouts: Mapping[str, TreeLayout] = field(default_factory=dict)
+    # Tensor of some files -> the tensor with the same content.
     duplicates: Mapping[str, str] = field(default_factory=dict)
-    dropout_fields: DropoutFields = ATTENTION_DROPOUT
+    dropout_fields: DropoutFields = ATTENTION_DROPOUT  # Fields of the config with dropout rates.
+    # Prefix of the tensors in `unprefixed`. Only the text part of a multimodal checkpoint has one, e.g.
+    # `language_model.` of `language_model.lm_head.weight`.
     head_prefix: str = ""
+    # Named axis (atom) of some layers -> the numbers of these layers.
     layer_numbers: Callable[[HFConfig], Mapping[str, Sequence[int]]] = lambda config: {}
+    # Number of layers for multi-token prediction if the config does not state it. See `prepcli.models.truncation`.
     default_prediction_layers: int = 0
-    title: str = ""
+    title: str = ""  # One line about the family, for lists.
 
     @property
     def is_verbatim(self) -> bool:

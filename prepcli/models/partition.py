@@ -1,4 +1,7 @@
-"""The shards of leaves and activations on a mesh. Pure."""
+"""The shards of leaves and activations on a mesh, and the chunks of stored leaves. Pure.
+
+In all functions, `dims` are the named axes (atoms) of each dim of a leaf, and `shape` is the shape of the leaf.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_err
 from prepcli.models.mesh import Mesh, MeshAxes, format_sizes
 from prepcli.models.rules import (
     ACTIVATION_PREFIX,
+    EXPERT_DIMS,
     STACKED_DIMS,
     VERBATIM_EXPERTS,
     WHOLE,
@@ -32,21 +36,13 @@ from prepcli.models.rules import (
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A dim with another split than the first choice of its rule.
+    """A dim with another split than the first choice of its rule."""
 
-    Attributes:
-        dim: Logical name of the dim.
-        extent: Its extent.
-        requested: Mesh axes of the first choice.
-        applied: Mesh axes that split it. () if it is not split.
-        why: The reason.
-    """
-
-    dim: str
-    extent: int
-    requested: MeshAxes
-    applied: MeshAxes
-    why: str
+    dim: str  # Logical name of the dim.
+    extent: int  # Its extent.
+    requested: MeshAxes  # Mesh axes of the first choice.
+    applied: MeshAxes  # Mesh axes that split it. () if it is not split.
+    why: str  # The reason.
 
     def __str__(self) -> str:
         result = f"is split over {' x '.join(self.applied)}" if self.applied else "stays whole"
@@ -55,18 +51,12 @@ class Fallback:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The sharding of a leaf.
+    """The sharding of a leaf."""
 
-    Attributes:
-        dim_names: Logical name of each dim.
-        mesh_axes: Mesh axes, of a size above 1, that split each dim.
-        shards_per_dim: Number of shards of each dim.
-        fallbacks: Dims that are not split as the first choice of their rule says, with the reason.
-    """
-
-    dim_names: tuple[str, ...]
-    mesh_axes: tuple[MeshAxes, ...]
-    shards_per_dim: tuple[int, ...]
+    dim_names: tuple[str, ...]  # Logical name of each dim.
+    mesh_axes: tuple[MeshAxes, ...]  # Mesh axes, of a size above 1, that split each dim.
+    shards_per_dim: tuple[int, ...]  # Number of shards of each dim.
+    # Dims that are not split as the first choice of their rule says, with the reason.
     fallbacks: tuple[Fallback, ...] = ()
 
     def without_axes(self, axes: Collection[int]) -> Spec:
@@ -113,18 +103,8 @@ def leaf_spec(
 ) -> Spec:
     """Return the sharding of a parameter or of its moments.
 
-    Args:
-        path: Dotted path of the parameter, or None for state that belongs to no parameter. Its
-            dims have no rules.
-        dims: Named axes (atoms) of each dim of the leaf.
-        shape: Shape of the leaf.
-        mesh: Device mesh.
-        rules: Partition rules.
-        checkpoint: The checkpoint as the user typed it, for the hint of an error. Empty for one that
-            `prep pad-vocab` does not pad.
-
-    Returns:
-        The sharding.
+    State that belongs to no parameter has no path and no rules. `checkpoint` is the checkpoint as the user typed it,
+    for the hint of an error, or empty for one that `prep pad-vocab` does not pad.
 
     Raises:
         UsageError: No choice of a dim's rule divides its extent, or the leaf's rule is for another
@@ -146,12 +126,6 @@ def leaf_spec(
 
 def may_split_dims(path: str, dims: LeafDims, *, axes: MeshAxes, rules: Rules) -> list[bool]:
     """Return for each dim of a parameter whether the rules split it over one of some mesh axes on any mesh.
-
-    Args:
-        path: Dotted path of the parameter.
-        dims: Named axes (atoms) of each dim.
-        axes: The mesh axes.
-        rules: Partition rules.
 
     Raises:
         UsageError: The parameter's rule is for another number of dims.
@@ -227,15 +201,8 @@ def computed_spec(
     """Return the sharding that the computation gives a parameter.
 
     Activations are split by the rules of dims, and XLA multiplies them with weights that are split
-    alike. A parameter whose own rule splits a dim over other mesh axes is therefore resharded by
-    the rules of its dims.
-
-    Args:
-        dims: Named axes (atoms) of each dim of the parameter.
-        shape: Shape of the parameter.
-        stored: The sharding of the parameter by its own rule.
-        mesh: Device mesh.
-        rules: Partition rules.
+    alike. A parameter whose own rule (`stored`) splits a dim over other mesh axes is therefore
+    resharded by the rules of its dims.
     """
     by_dim = partition_spec(dims, shape, mesh, unsplit_if_indivisible(rules.params))
     # The stored split is kept if each dim is split over a subset of the axes of its rule.
@@ -250,10 +217,7 @@ def computed_spec(
 def vocab_multiple(leaves: Mapping[str, LeafDims], mesh: Mesh | None, rules: Rules) -> int:
     """Return the multiple of rows to which a vocabulary has to be padded for a mesh.
 
-    Args:
-        leaves: Dims of each parameter, by dotted path.
-        mesh: Device mesh, or None.
-        rules: Partition rules. The first choice of each vocabulary dim counts.
+    `leaves` has the dims of each parameter, by dotted path. The first choice of each vocabulary dim counts.
     """
     if mesh is None:
         return 1
@@ -282,17 +246,7 @@ def partition_spec(
 
     A mesh axis splits at most one dim of a leaf: the dim whose rule comes first. Matrices with the
     same dims in another order, such as q and o, are therefore split alike. Dims without a rule are
-    not split.
-
-    Args:
-        dims: Named axes (atoms) of each dim of the leaf.
-        shape: Shape of the leaf.
-        mesh: Device mesh.
-        rules: Logical dim -> choices of mesh axes.
-        checkpoint: The checkpoint as the user typed it, for the hint of an error.
-
-    Returns:
-        The sharding.
+    not split. `checkpoint` is the checkpoint as the user typed it, for the hint of an error.
 
     Raises:
         UsageError: No choice of a dim's rule divides its extent.
@@ -456,3 +410,154 @@ def device_boxes(spec: Spec, mesh: Mesh, shape: Sequence[int]) -> list[Box]:
 def num_replicas(spec: Spec, mesh: Mesh) -> int:
     """Return the number of devices that hold each shard of a leaf."""
     return mesh.n_devices // math.prod(spec.shards_per_dim)
+
+
+# The shapes of the chunks of stored leaves, and the bytes that each host of a mesh reads of them.
+
+
+@dataclass(frozen=True, slots=True)
+class HostReads:
+    """Bytes of a leaf for one host."""
+
+    needed_bytes: int  # Bytes of the distinct shards of its devices.
+    read_bytes: int  # Bytes of the chunks with elements of these shards.
+
+
+def reads_per_host(
+    shape: Sequence[int],
+    chunk: Sequence[int],
+    *,
+    itemsize: int,
+    spec: Spec,
+    mesh: Mesh,
+    devices_per_host: int,
+) -> list[HostReads]:
+    """Return the bytes of a leaf that each host needs and reads, in the order of the devices.
+
+    Consecutive devices share a host. Chunks at the edge of the leaf have their full size. The time grows with the
+    number of devices, not with the number of chunks.
+    """
+    boxes = device_boxes(spec, mesh, shape)
+    box_bytes = math.prod(shard_shape(spec, shape)) * itemsize
+    chunk_bytes = math.prod(chunk) * itemsize
+    reads = []
+    for first in range(0, len(boxes), devices_per_host):
+        host_boxes = set(boxes[first : first + devices_per_host])
+        # Two shards may need the same chunk. The union counts it once per host.
+        chunk_boxes: set[Box] = set()
+        for box in host_boxes:
+            # E.g. [3, 9) with chunks of 4 overlaps the chunks [0, 3).
+            edges = zip(box, chunk)
+            chunk_boxes.add(tuple((low // n, -(-high // n)) for (low, high), n in edges))
+        reads.append(
+            HostReads(len(host_boxes) * box_bytes, _union_volume(chunk_boxes) * chunk_bytes)
+        )
+    return reads
+
+
+def _union_volume(boxes: Collection[Box]) -> int:
+    """Return the number of grid cells in the union of the boxes."""
+    # All edges of the boxes cut each axis into intervals. A box covers whole cells of this irregular
+    # grid, e.g. [0, 4) and [2, 6) have the edges 0, 2, 4, 6 and cover cells {0, 1} and {1, 2}.
+    edges = [sorted(set(itertools.chain.from_iterable(column))) for column in zip(*boxes)]
+    edge_indices = [dict(zip(line, itertools.count())) for line in edges]
+    covered: set[tuple[int, ...]] = set()
+    for box in boxes:
+        ranges = (
+            range(indices[low], indices[high]) for indices, (low, high) in zip(edge_indices, box)
+        )
+        covered.update(itertools.product(*ranges))
+    volume = 0
+    for cell in covered:
+        volume += math.prod(line[i + 1] - line[i] for line, i in zip(edges, cell))
+    return volume
+
+
+def read_amplification(leaves: Iterable[Sequence[HostReads]]) -> float:
+    """Return the bytes read per byte needed, over all leaves, of the host with the highest ratio."""
+    # `leaves` has one entry per leaf with one item per host. `zip` groups the items by host.
+    ratios: list[float] = []
+    for host in zip(*leaves, strict=True):
+        read_bytes = sum(reads.read_bytes for reads in host)
+        ratios.append(read_bytes / sum(reads.needed_bytes for reads in host))
+    return max(ratios)
+
+
+# Largest chunk of a leaf that is written without a mesh.
+UNSHARDED_CHUNK_BYTES = 4 << 20
+# Leaves below this size per layer have one chunk per layer even on a mesh, e.g. norms and biases.
+MIN_SPLIT_NBYTES = 1 << 20
+
+
+def chunk_shape(
+    dims: LeafDims,
+    shape: Sequence[int],
+    *,
+    spec: Spec | None,
+    itemsize: int,
+    min_split_bytes: int = MIN_SPLIT_NBYTES,
+    stacked_dims: Collection[str] = STACKED_DIMS,
+) -> tuple[int, ...]:
+    """Return the chunk shape of a stored leaf. It divides the shape of the leaf.
+
+    With a mesh (`spec`) a chunk is a shard, so that each host reads only its own bytes. Without a mesh it is
+    a run of consecutive elements of at most UNSHARDED_CHUNK_BYTES. A leaf below `min_split_bytes` per layer is not
+    split. Chunks have extent 1 along `stacked_dims`, the logical dims with one source tensor per index.
+    """
+    one_layer = tuple(
+        1 if {*dim[:1]} & {*stacked_dims} else extent
+        for dim, extent in zip(dims, shape, strict=True)
+    )
+    if spec is None:
+        return _contiguous_chunk(one_layer, UNSHARDED_CHUNK_BYTES // itemsize)
+    if math.prod(one_layer) * itemsize < min_split_bytes:
+        return one_layer
+    return tuple(map(min, one_layer, shard_shape(spec, shape)))
+
+
+def join_experts(
+    chunk: Sequence[int],
+    dims: LeafDims,
+    shape: Sequence[int],
+    *,
+    spec: Spec | None,
+    itemsize: int,
+) -> tuple[int, ...]:
+    """Return the result of `chunk_shape` with several experts, of at most UNSHARDED_CHUNK_BYTES.
+
+    The experts of a chunk are in one shard.
+
+    >>> dims = [("layers",), ("experts",), ("embed",)]
+    >>> join_experts((1, 1, 1 << 18), dims, (2, 12, 1 << 18), spec=None, itemsize=4)
+    (1, 4, 262144)
+    """
+    joined = [*chunk]
+    for axis, dim in enumerate(dims):
+        if {*dim[:1]}.isdisjoint(EXPERT_DIMS):
+            continue
+        extent = shape[axis]
+        if spec is not None:
+            extent //= spec.shards_per_dim[axis]
+        nbytes = math.prod(joined) * itemsize
+        joined[axis] *= _largest_divisor(extent // chunk[axis], UNSHARDED_CHUNK_BYTES // nbytes)
+    return tuple(joined)
+
+
+def _contiguous_chunk(shape: Sequence[int], n_elements: int) -> tuple[int, ...]:
+    """Return the largest chunk of consecutive elements: whole inner dims, a divisor of the next dim, then ones."""
+    chunk: list[int] = []
+    remaining = n_elements
+    for extent in reversed(shape):
+        length = _largest_divisor(extent, remaining)
+        chunk.append(length)
+        # Once a dim is cut, outer dims have extent 1. Otherwise the elements are not consecutive.
+        remaining = remaining // length if length == extent else 1
+    return tuple(reversed(chunk))
+
+
+def _largest_divisor(extent: int, limit: int) -> int:
+    """Return the largest divisor of `extent` up to `limit`."""
+    small_divisors = [i for i in range(1, math.isqrt(extent) + 1) if extent % i == 0]
+    # Each divisor up to the square root has a partner above it, e.g. 3 and 4 for 12.
+    divisors = [*small_divisors, *(extent // i for i in small_divisors)]
+    return max(divisor for divisor in divisors if divisor <= max(limit, 1))

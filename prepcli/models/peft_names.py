@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from prepcli.models.declaration import split_row
 from prepcli.models.lora import (
     WEIGHT,
     adapted_projections,
@@ -15,7 +16,6 @@ from prepcli.models.lora import (
 )
 from prepcli.models.lora_config import LoraConfig
 from prepcli.models.parameters import Family, HFConfig, active_parameters
-from prepcli.models.rows import split_row
 
 # Modules around the text model in classes of transformers. They depend on the class and on the version:
 # `model.layers.0`, `language_model.model.layers.0`, `model.language_model.layers.0`, `model.text_model.layers.0`.
@@ -25,9 +25,7 @@ WRAPPER_MODULES = frozenset(("model", "language_model", "text_model"))
 def split_wrappers(name: str, family: Family) -> tuple[str, str]:
     """Split a name into the modules around the text model and the rest.
 
-    Args:
-        name: Name of a module or tensor, without the prefix of PEFT.
-        family: Family of the text model. The parts of its prefix are wrappers, too.
+    The parts of the family's prefix are wrappers, too.
 
     Returns:
         The wrappers with their dots, and the rest, e.g. `model.language_model.` and `layers.0.self_attn.q_proj`. Names
@@ -44,23 +42,21 @@ def split_wrappers(name: str, family: Family) -> tuple[str, str]:
 def module_suffixes(family: Family, config: HFConfig, lora: LoraConfig) -> list[str]:
     """Return the shortest ends of module names that select only the adapted modules, as PEFT matches them."""
     adapted = {_module_pattern(p.module) for p in select_targets(family, config, lora.targets)}
-    others = {_module_pattern(name) for name in _module_names(family, config)} - adapted
+    others: set[str] = set()
+    for _, parameter in active_parameters(family.parameters, config):
+        others.add(_module_pattern(split_row(parameter.row)[1].removesuffix(WEIGHT)))
+    others -= adapted
     return sorted({_shortest_suffix(module, others) for module in adapted})
 
 
 @dataclass(frozen=True, slots=True)
 class PeftPatterns:
-    """The settings of adapters with names of PEFT.
+    """The settings of adapters with names of PEFT."""
 
-    Attributes:
-        target_parameters: Ends of the names of adapted parameters of experts.
-        rank_pattern: Regular expression of modules -> their rank, if it is not the rank of the adapter.
-        alpha_pattern: The same for alpha.
-    """
-
-    target_parameters: list[str]
+    target_parameters: list[str]  # Ends of the names of adapted parameters of experts.
+    # Regular expression of modules -> their rank, if it is not the rank of the adapter.
     rank_pattern: dict[str, int]
-    alpha_pattern: dict[str, float]
+    alpha_pattern: dict[str, float]  # The same for alpha.
 
 
 def peft_patterns(family: Family, config: HFConfig, lora: LoraConfig) -> PeftPatterns:
@@ -86,11 +82,6 @@ def peft_patterns(family: Family, config: HFConfig, lora: LoraConfig) -> PeftPat
         if projection.has_experts and name not in patterns.target_parameters:
             patterns.target_parameters.append(name)
     return patterns
-
-
-def _module_names(family: Family, config: HFConfig) -> Iterator[str]:
-    for _, parameter in active_parameters(family.parameters, config):
-        yield split_row(parameter.row)[1].removesuffix(WEIGHT)
 
 
 def _module_pattern(module: str) -> str:

@@ -1,4 +1,7 @@
-"""Rotary embeddings as a Hugging Face config describes them, in the forms of transformers 4 and 5. No I/O, no jax."""
+"""Rotary embeddings as a Hugging Face config describes them, in the forms of transformers 4 and 5. No I/O, no jax.
+
+A function that reads a config raises PrepError for a value that is invalid, or that the family does not support.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,11 @@ ROPE_TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", 
 
 
 class QueryScale(NamedTuple):
-    """The factor of queries at position p: 1 + beta * log(1 + floor(p / n)) (Llama 4, https://arxiv.org/abs/2501.19399).
+    """The factor of queries at position p: 1 + beta * log(1 + floor(p / n)) (Llama 4, https://arxiv.org/abs/2501.19399)."""
 
-    Attributes:
-        beta: Growth of the factor.
-        step_length: The number n of positions between two steps of the factor.
-        offset: Number added to the position p.
-    """
-
-    beta: float
-    step_length: int
-    offset: int = 0
+    beta: float  # Growth of the factor.
+    step_length: int  # The number n of positions between two steps of the factor.
+    offset: int = 0  # Number added to the position p.
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,42 +44,28 @@ class Rope:
         longrope  f / factor_i with one factor per pair (https://arxiv.org/abs/2402.13753)
         proportional  f / s for the first pairs of a head, 0 for the others (p-RoPE, https://arxiv.org/abs/2410.06205)
 
-    Attributes:
-        rotary_dim: Number of rotated elements of a head. They are the first ones. 0 for layers
-            with a factor of queries only.
-        theta: Base of the frequencies.
-        original_max_positions: Sequence length of pretraining.
-        rope_type: One of ROPE_TYPES.
-        factor: Factor by which positions are stretched (all types but default and longrope).
-        low_freq_factor: low_freq_factor of llama3, beta_slow of yarn.
-        high_freq_factor: high_freq_factor of llama3, beta_fast of yarn.
-        attention_factor: Factor of cosine and sine (yarn, longrope).
-        truncate: Whether the bounds of yarn's ramp are rounded to integers.
-        short_factors: longrope: factor of each frequency in sequences of up to
-            `original_max_positions` tokens.
-        long_factors: longrope: factor of each frequency in longer sequences.
-        query_scale: Factor of queries. None means 1.
-        is_reversed: Whether pairs turn by the negative angle (nanochat).
-        num_turning_pairs: Number of the pairs that turn in the type proportional.
 
     Raises:
         PrepError: A value is out of range.
     """
 
+    # Number of rotated elements of a head. They are the first ones. 0 for layers with a factor of queries only.
     rotary_dim: int
-    theta: float
-    original_max_positions: int
-    rope_type: str = "default"
+    theta: float  # Base of the frequencies.
+    original_max_positions: int  # Sequence length of pretraining.
+    rope_type: str = "default"  # One of ROPE_TYPES.
+    # Factor by which positions are stretched (all types but default and longrope).
     factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float = 1.0
-    truncate: bool = True
+    low_freq_factor: float = 1.0  # low_freq_factor of llama3, beta_slow of yarn.
+    high_freq_factor: float = 4.0  # high_freq_factor of llama3, beta_fast of yarn.
+    attention_factor: float = 1.0  # Factor of cosine and sine (yarn, longrope).
+    truncate: bool = True  # Whether the bounds of yarn's ramp are rounded to integers.
+    # longrope: factor of each frequency in sequences of up to `original_max_positions` tokens.
     short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-    query_scale: QueryScale | None = None
-    is_reversed: bool = False
-    num_turning_pairs: int = 0
+    long_factors: tuple[float, ...] = ()  # longrope: factor of each frequency in longer sequences.
+    query_scale: QueryScale | None = None  # Factor of queries. None means 1.
+    is_reversed: bool = False  # Whether pairs turn by the negative angle (nanochat).
+    num_turning_pairs: int = 0  # Number of the pairs that turn in the type proportional.
 
     def __post_init__(self) -> None:
         if self.rotary_dim == 0 and self.query_scale is not None:
@@ -126,19 +109,8 @@ def read_rope(
 ) -> Rope:
     """Read the rotary embedding that all layers of a model share.
 
-    Args:
-        config: Content of a config.json.
-        head_dim: Number of elements of a head.
-        max_positions: `max_position_embeddings` of the model.
-        default_theta: `rope_theta` if the config has none.
-        allow_partial: Whether the family supports `partial_rotary_factor`.
-        rope_types: Name in the config -> type, for the supported types.
-
-    Returns:
-        The rotary embedding.
-
-    Raises:
-        PrepError: The config is invalid or the family does not support the rotary embedding.
+    `default_theta` is used if the config has no `rope_theta`. `rope_types` maps names in the config to the supported
+    types.
     """
     scaling = read_scaling(config)
     rope_type = _read_rope_type(scaling, rope_types)
@@ -150,7 +122,9 @@ def read_rope(
     if rope_type in ("linear", "dynamic"):
         return Rope(rotary_dim, theta, max_positions, rope_type=rope_type, factor=factor)
     original = _read_position_count(
-        config, "original_max_position_embeddings", _original_positions(scaling, max_positions)
+        config,
+        "original_max_position_embeddings",
+        _read_number(scaling, "original_max_position_embeddings", max_positions),
     )
     if rope_type == "llama3":
         return Rope(
@@ -242,22 +216,9 @@ def read_layer_rope(
 ) -> Rope:
     """Read the rotary embedding of one layer type, for a family with one per layer type.
 
-    In transformers 5 `rope_parameters` has an object per layer type. In transformers 4
-    `rope_scaling` belongs to the first layer type, and each layer type has its own field for theta.
-
-    Args:
-        config: Content of a config.json.
-        layer_type: The layer type to read.
-        layer_types: All layer types of the family.
-        theta: `rope_theta` of this layer type if `rope_parameters` has none.
-        head_dim: Number of elements of a head.
-        max_positions: `max_position_embeddings` of the model.
-
-    Returns:
-        The rotary embedding.
-
-    Raises:
-        PrepError: The config is invalid or the family does not support the rotary embedding.
+    In transformers 5 `rope_parameters` has an object per layer type. In transformers 4 `rope_scaling` belongs to the
+    first layer type, and each layer type has its own field for theta. `theta` is the `rope_theta` of this layer type
+    if `rope_parameters` has none.
     """
     parameters = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
@@ -286,16 +247,7 @@ def read_layer_rope(
 
 
 def read_proportional_rope(scaling: HFConfig, head_dim: int, *, max_positions: int) -> Rope:
-    """Read a rotary embedding of the type proportional, which turns the first pairs of whole heads.
-
-    Args:
-        scaling: Object of the rope scaling.
-        head_dim: Number of elements of a head.
-        max_positions: `max_position_embeddings` of the model.
-
-    Raises:
-        PrepError: A number is invalid.
-    """
+    """Read a rotary embedding of the type proportional, which turns the first pairs of whole heads."""
     share = _read_number(scaling, "partial_rotary_factor", 1.0)
     if not 0 <= share <= 1:
         raise invalid_config_error(
@@ -314,19 +266,12 @@ def read_proportional_rope(scaling: HFConfig, head_dim: int, *, max_positions: i
 def check_rotary_dim(rotary_dim: int, head_dim: int, source: str) -> int:
     """Return the number of rotated elements of a head. Raise PrepError if a head has fewer.
 
-    Args:
-        rotary_dim: Number of elements to rotate.
-        head_dim: Number of elements of a head.
-        source: Config field, for the error.
+    `source` is the config field, for the error.
     """
     if rotary_dim > head_dim:
         why = f"{source} rotates {rotary_dim} elements of a head, which has {head_dim}"
         raise invalid_config_error(why)
     return rotary_dim
-
-
-def _original_positions(scaling: HFConfig, max_positions: int) -> float:
-    return _read_number(scaling, "original_max_position_embeddings", max_positions)
 
 
 def _read_position_count(config: HFConfig, key: str, default: float) -> int:
@@ -353,12 +298,6 @@ def yarn_scores_scale(config: HFConfig) -> float:
 
     The square of YaRN's temperature for `mscale_all_dim`, as transformers computes it for each type of
     scaling but the default.
-
-    Args:
-        config: Content of a config.json.
-
-    Raises:
-        PrepError: A number of the scaling is invalid.
     """
     scaling = read_scaling(config)
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))

@@ -24,6 +24,7 @@ from typing import TypeGuard
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import Command, Option, PrepError, text
 from prepcli.core.json_values import JsonObject, JsonValue
+from prepcli.models.declaration import split_row
 from prepcli.models.parameters import (
     Family,
     HFConfig,
@@ -31,8 +32,8 @@ from prepcli.models.parameters import (
     parameter_rows,
     read_size,
 )
-from prepcli.models.prediction import prediction_names
-from prepcli.models.registry import FAMILIES
+from prepcli.models.registry import FAMILIES, missing_mechanism
+from prepcli.models.truncation import prediction_names
 
 
 def matching_patterns(
@@ -92,23 +93,13 @@ OTHER_COMPUTATION = {
 }
 # Fields that a text config of TEXT_FAMILIES must state, because its defaults differ from the family's.
 STATED_FIELDS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "vocab_size",
-)
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
+    "rms_norm_eps", "vocab_size",
+)  # fmt: skip
 # Fields of the whole config that also apply to the text part.
 SHARED_FIELDS = (
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "initializer_range",
-    "pad_token_id",
-    "torch_dtype",
-)
+    "bos_token_id", "dtype", "eos_token_id", "initializer_range", "pad_token_id", "torch_dtype",
+)  # fmt: skip
 # Keys of the text config in a config.json.
 SECTIONS = ("text_config", "llm_config", "language_config")
 TIED_FIELD = "tie_word_embeddings"
@@ -120,17 +111,11 @@ MAX_LISTED = 3
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """The language model of a multimodal checkpoint.
+    """The language model of a multimodal checkpoint."""
 
-    Attributes:
-        family: Its family, with the prefixes of the file.
-        config: Its config, as the family reads it.
-        names: Its tensors, by their names in the file.
-    """
-
-    family: Family
-    config: HFConfig
-    names: frozenset[str]
+    family: Family  # Its family, with the prefixes of the file.
+    config: HFConfig  # Its config, as the family reads it.
+    names: frozenset[str]  # Its tensors, by their names in the file.
 
 
 def read_text_part(
@@ -169,10 +154,7 @@ def read_text_part(
 def with_prefixes(family: Family, prefix: str, head_prefix: str) -> Family:
     """Return a family with the names of a multimodal file.
 
-    Args:
-        family: Family of the text part.
-        prefix: Prefix of its tensors in the file.
-        head_prefix: Prefix of the tensors in `family.unprefixed`.
+    `head_prefix` is that of the tensors in `family.unprefixed`.
     """
     return dataclasses.replace(family, prefix=prefix, head_prefix=head_prefix, layouts={})
 
@@ -192,9 +174,7 @@ def text_section(config: HFConfig) -> str | None:
 def section_fields(config: HFConfig, section: str) -> JsonObject:
     """Return the fields of the text config in a config.json.
 
-    Args:
-        config: Content of a config.json.
-        section: Key of the text config, as `text_section` returned it.
+    `section` is the result of `text_section`.
     """
     fields = config.get(section)
     if isinstance(fields, Mapping):
@@ -205,12 +185,8 @@ def section_fields(config: HFConfig, section: str) -> JsonObject:
 def with_text_config(config: HFConfig, before: HFConfig, after: HFConfig) -> JsonObject:
     """Return the config.json of a multimodal model after changes of its text config.
 
-    Fields without a change keep their form in `config`.
-
-    Args:
-        config: Content of the config.json.
-        before: Its text config, as `read_text_part` returned it.
-        after: The text config with changes.
+    Fields without a change keep their form in `config`. `before` is its text config as `read_text_part` returned it,
+    and `after` the text config with changes.
 
     >>> with_text_config({"text_config": {}}, {"vocab_size": 8}, {"vocab_size": 16})
     {'text_config': {'vocab_size': 16}}
@@ -234,11 +210,7 @@ def with_text_config(config: HFConfig, before: HFConfig, after: HFConfig) -> Jso
 
 
 def uses_mrope(config: HFConfig) -> bool:
-    """Return whether the text part of a multimodal model has M-RoPE.
-
-    Args:
-        config: Content of its config.json.
-    """
+    """Return whether the text part of a multimodal model has M-RoPE."""
     section = text_section(config)
     if section is None:
         return False
@@ -276,8 +248,6 @@ def _text_family(config: HFConfig, fields: HFConfig) -> Family:
         if missing:
             raise _not_supported(config, f"its text config does not state {', '.join(missing)}")
     if not isinstance(name, str) or name not in FAMILIES:
-        from prepcli.models.unsupported import missing_mechanism
-
         why = f"its text config has the model_type {text_type!r:.60}, which is not supported"
         if mechanism := missing_mechanism(fields):
             why = f"its text config needs {mechanism}"
@@ -349,8 +319,7 @@ def _first_tensor_name(family: Family) -> str:
     """Return the name of a tensor of the first layer."""
     for path, parameter in family.parameters.items():
         if path.startswith("layers.") and parameter.condition == "":
-            _, _, right = parameter.row.partition("<-")
-            return re.sub(r"\{\w+\}", "0", right.rpartition(":")[0].strip())
+            return re.sub(r"\{\w+\}", "0", split_row(parameter.row)[1])
     return ""
 
 

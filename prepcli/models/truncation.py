@@ -1,62 +1,113 @@
-"""The first layers of a model, to bring up a mesh or a program before the whole model is loaded. No I/O, no jax."""
+"""The layers of a file that a model runs without: multi-token prediction, and all layers but the first ones.
+
+A file has the tensors that predict further tokens under one of two kinds of names. Config fields state their number:
+
+    layers.61.eh_proj.weight    a layer after the last one (DeepSeek-V3, GLM-4.5)
+    mtp.fc.weight               a module (`mtp` in Qwen3-Next, `mtp_block` in ERNIE 4.5, `mtp_layers` in MiMo)
+
+The first layers alone bring up a mesh or a program before the whole model is loaded. No I/O, no jax.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
-from prepcli.algebra.axis_map import INPUT_LAYERS, LAYER_ATOMS, bind_row
+from prepcli.algebra.axis_map import INPUT_LAYERS, LAYER_ATOMS, LAYERS, bind_row
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.formatting import parse_decimal
 from prepcli.core.json_values import HFConfig, JsonObject, JsonValue
-from prepcli.models.parameters import Family, parameter_rows
-from prepcli.models.prediction import PREDICTION_FIELDS, prediction_names
+from prepcli.models.parameters import MAX_LAYERS, Family, parameter_rows, read_count
 from prepcli.models.verbatim import split_numbers
+
+# Number of layers after the last one. transformers 5 reads the second name too.
+PREDICTION_LAYER_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers")
+# Fields with a number of layers or modules. 0 states that the files have none. The others are those of Qwen3.5 and
+# MiniMax-M2.
+PREDICTION_FIELDS = (*PREDICTION_LAYER_FIELDS, "mtp_num_hidden_layers", "num_mtp_modules")
+# Rules under which versions of prep up to 0.1.0 recorded the tensors that they dropped. They kept the fields. Only the
+# command that dropped them recorded it, so that an export of its output has no record.
+UNRECORDED_RULE = (
+    "multi-token prediction, which an earlier version of prep left out without a record"
+)
+EARLIER_RULES = frozenset(
+    {
+        "layer of multi-token prediction, which the model does not run",
+        "module of multi-token prediction, which the model does not run",
+        UNRECORDED_RULE,
+    }
+)
+_MODULE = re.compile(r"mtp(_\w+)?\.")
+# An embedding or a head of its own: `layers.61.embed_tokens.weight` and `layers.61.shared_head.head.weight` of
+# DeepSeek-V3 and GLM-4.5, `layers.45.transformer.shared_head.output.weight` of Step-3.5, `mtp.embed_tokens.weight` of
+# LongCat. A quantised one has further parameters, e.g. `shared_head.head.qweight`.
+_VOCABULARY = re.compile(r"(.*\.)?(embed_tokens|lm_head|shared_head\.(head|output))\.\w+")
+_LAYER = re.compile(r"layers\.([0-9]{1,9})\.")
+
+
+def prediction_names(family: Family, config: HFConfig, names: Iterable[str]) -> set[str]:
+    """Return the names that belong to multi-token prediction.
+
+    The names are without the family's prefix. The family is not the verbatim one.
+
+    Raises:
+        PrepError: The config has an invalid number of layers.
+    """
+    count = family.default_prediction_layers
+    for field in PREDICTION_LAYER_FIELDS:
+        if config.get(field) is not None:
+            count = read_count(config, field, count, MAX_LAYERS)
+            break
+    first = family.sizes(config)[LAYERS]
+    layers = range(first, first + count)
+    selected: set[str] = set()
+    for name in names:
+        layer = _LAYER.match(name)
+        if _MODULE.match(name) or (layer and int(layer[1]) in layers):
+            selected.add(name)
+    return selected
+
+
+def is_prediction_vocabulary(name: str) -> bool:
+    """Return whether a tensor of multi-token prediction belongs to an embedding or a head.
+
+    >>> is_prediction_vocabulary("layers.61.shared_head.head.weight")
+    True
+    >>> is_prediction_vocabulary("layers.61.shared_head.norm.weight")
+    False
+    """
+    return _VOCABULARY.fullmatch(name) is not None
+
+
+def without_prediction(config: HFConfig) -> JsonObject:
+    """Return the config of a model without its multi-token prediction.
+
+    >>> without_prediction({"num_hidden_layers": 61, "num_nextn_predict_layers": 1})
+    {'num_hidden_layers': 61, 'num_nextn_predict_layers': 0}
+    """
+    return {
+        key: 0 if key in PREDICTION_FIELDS and value else value for key, value in config.items()
+    }
+
+
+# The first layers of a model
 
 # Number of layers in the config of some model type.
 LAYER_FIELDS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "layers",
-    "num_encoder_layers",
-    "num_decoder_layers",
-    "encoder_layers",
-    "decoder_layers",
-)
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers", "num_encoder_layers", "num_decoder_layers",
+    "encoder_layers", "decoder_layers",
+)  # fmt: skip
 # Fields with an entry per layer: a list, or a text with a character per layer. Other lists may have
 # the same length:
 # "time_step_limit": [0.0, 1.0] also has two entries in a model with two layers.
-PER_LAYER_FIELDS = frozenset(
-    {
-        "layer_types",
-        "mlp_layer_types",
-        "layers_block_type",
-        "hybrid_override_pattern",
-        "attention_layers",
-        "attn_layers",
-        "attn_type_list",
-        "block_configs",
-        "indexer_types",
-        "kv_sharing_modes",
-        "kv_source_layers",
-        "no_rope_layers",
-        "layer_rope_theta",
-        "moe_layer_freq",
-        "moe_topk",
-        "num_experts",
-        "num_shared_expert",
-        "layers_num_experts",
-        "swiglu_limits",
-        "swiglu_limits_shared",
-        "activation_sparsity_pattern",
-        "intermediate_size",
-        "ffn_multipliers",
-        "num_query_heads",
-        "num_kv_heads",
-    }
-)
+PER_LAYER_FIELDS = frozenset({
+    "layer_types", "mlp_layer_types", "layers_block_type", "hybrid_override_pattern", "attention_layers", "attn_layers",
+    "attn_type_list", "block_configs", "indexer_types", "kv_sharing_modes", "kv_source_layers", "no_rope_layers",
+    "layer_rope_theta", "moe_layer_freq", "moe_topk", "num_experts", "num_shared_expert", "layers_num_experts",
+    "swiglu_limits", "swiglu_limits_shared", "activation_sparsity_pattern", "intermediate_size", "ffn_multipliers",
+    "num_query_heads", "num_kv_heads",
+})  # fmt: skip
 # End of the names of other such lists, e.g. num_attention_heads_per_layer.
 PER_LAYER_SUFFIX = "_per_layer"
 # Number of the last layers that attend to the keys and values of earlier ones.
@@ -64,27 +115,14 @@ REUSING_LAYERS_FIELD = "num_kv_shared_layers"
 # Settings of some layers, e.g. {"3": {...}}.
 LAYER_SECTIONS_FIELD = "per_layer_config"
 # Lists of the numbers of the layers with some property.
-LAYER_NUMBER_FIELDS = frozenset(
-    {
-        "mlp_only_layers",
-        "moe_layers",
-        "full_attn_idxs",
-        "attn_layer_indices",
-        "hybrid_layer_ids",
-        "cross_attention_layers",
-        "rope_scaling_layers",
-    }
-)
+LAYER_NUMBER_FIELDS = frozenset({
+    "mlp_only_layers", "moe_layers", "full_attn_idxs", "attn_layer_indices", "hybrid_layer_ids",
+    "cross_attention_layers", "rope_scaling_layers",
+})  # fmt: skip
 # Sections of a config with the layers of the language model. They may be nested: thinker_config.text_config.
 LAYER_SECTIONS = (
-    "text_config",
-    "llm_config",
-    "language_config",
-    "thinker_config",
-    "vlm_config",
-    "encoder",
-    "decoder",
-)
+    "text_config", "llm_config", "language_config", "thinker_config", "vlm_config", "encoder", "decoder",
+)  # fmt: skip
 # Sections of a config with the layers of another tower, and words in the names of the tower's tensors.
 TOWER_WORDS = {"vision_config": ("vision", "visual"), "audio_config": ("audio", "speech")}
 # Number of layers in the config of some vision towers.
@@ -98,12 +136,8 @@ def truncate_config(
 ) -> JsonObject:
     """Return the config of a model with the first layers only.
 
-    Lists with one entry per layer get shorter as well. Other lists stay, also with as many entries as layers.
-
-    Args:
-        config: Content of a config.json.
-        layers: Number of layers to keep.
-        removes_prediction: Whether the layers for multi-token prediction are removed.
+    Lists with one entry per layer get shorter as well. Other lists stay, also with as many entries as layers. With
+    `removes_prediction`, the layers for multi-token prediction are removed as well.
 
     >>> truncate_config({"num_hidden_layers": 3, "layer_types": ["a", "b", "a"]}, 2)
     {'num_hidden_layers': 2, 'layer_types': ['a', 'b']}
@@ -132,12 +166,8 @@ def truncate_config(
 def prediction_tensors(family: Family, config: HFConfig, names: Iterable[str]) -> set[str]:
     """Return the names of the tensors of layers for multi-token prediction.
 
-    These layers follow the last layer of the model. For example, layer 61 of DeepSeek-V3 follows layers 0 to 60.
-
-    Args:
-        family: Family of the model.
-        config: Content of its config.json.
-        names: Names of its tensors and of those beside it, without the family's prefix.
+    These layers follow the last layer of the model. For example, layer 61 of DeepSeek-V3 follows layers 0 to 60. The
+    names are without the family's prefix.
     """
     if family.is_verbatim:
         return _later_numbers(config, names, max(layer_counts(config)))
@@ -169,11 +199,7 @@ def missing_tensors(family: Family, config: HFConfig, truncated: HFConfig) -> li
     """Return the names of tensors that a model of the first layers has, and the whole model does not have.
 
     For example, the last layer of GPT-NeoX Japanese has a bias. With fewer layers, another layer needs one.
-
-    Args:
-        family: Family of the model.
-        config: Content of its config.json.
-        truncated: The config of the first layers.
+    `truncated` is the config of the first layers.
     """
     stored = set(_tensor_names(family, config))
     return [name for name in _tensor_names(family, truncated) if name not in stored]
@@ -210,11 +236,7 @@ def _text_sections(config: HFConfig) -> Iterator[HFConfig]:
 def later_layers(family: Family, config: HFConfig, names: Iterable[str], layers: int) -> set[str]:
     """Return the names of the tensors of later layers.
 
-    Args:
-        family: Family of the model.
-        config: Content of its config.json.
-        names: Names of its tensors, without the family's prefix.
-        layers: Number of layers to keep.
+    The names are without the family's prefix.
 
     Raises:
         PrepError: The config of a verbatim checkpoint does not have the number of layers.

@@ -121,9 +121,6 @@ def verbatim_family(tensors: TensorTypes) -> Family:
     equal shapes, become one stacked leaf. E.g. `h.0.w` and `h.1.w` become `h.*.w`.
 
     The leaves do not depend on the order of the tensors. A tensor without elements has no leaf.
-
-    Args:
-        tensors: Dtype and shape of each tensor, by name.
     """
     sizes: dict[str, int] = {}
     parameters: dict[str, Parameter] = {}
@@ -169,10 +166,6 @@ def recorded_family(manifest: Mapping[str, Any]) -> Family:
 
 def stacked_numbers(family: Family, scan: bool = True) -> dict[str, list[list[int]]]:
     """Return the layer or expert numbers of the tensors in each stacked leaf, one list per `*` in its path.
-
-    Args:
-        family: A verbatim family.
-        scan: Whether each leaf stacks all layers.
 
     >>> stacked_numbers(verbatim_family({"h.0.w": ("int8", (2,)), "h.4.w": ("int8", (2,))}))
     {'h.*.w': [[0, 4]]}

@@ -1,7 +1,7 @@
 """Checkpoints of other libraries as data: layouts and formats, places of items, training states, and changed values.
 
 Each library is one entry of LIBRARIES. Readers and writers are functions of an entry. The names and shapes of the
-parameters are in a module of `prepcli.models`, which the entry names: its table TREES has a function per model type.
+parameters are in tables of `prepcli.models.layouts` and `orbax_layouts`, which have a function per model type.
 This module imports no NumPy: every start of `prep` reads it.
 """
 
@@ -327,7 +327,6 @@ class Library:
         layouts: Names of its layouts, e.g. with stacked layers and with one leaf per layer.
         file_format: Format of the files.
         title: The checkpoint in a report.
-        module: Module of `prepcli.models` with the table TREES of the layouts. Empty for the names of Hugging Face.
         item: Place of the items of a JAX trainer. None for other files.
         state: Its training states. None if prep has no names for them.
         marker: Tensor of each of its models in a torch distributed checkpoint. Hugging Face has no such name.
@@ -337,7 +336,6 @@ class Library:
     layouts: tuple[str, ...]
     file_format: str
     title: str
-    module: str = ""
     item: ItemPlace | None = None
     state: TrainerState | None = None
     marker: str = ""
@@ -370,7 +368,6 @@ TORCHTITAN = Library(
     ("torchtitan",),
     DCP_FORMAT,
     "torch distributed checkpoint",
-    "torchtitan_layouts",
     marker="tok_embeddings.weight",
     hub_names_hint="e.g. `checkpoint.last_save_in_hf` in torchtitan",
 )
@@ -379,7 +376,6 @@ MAXTEXT = Library(
     ("maxtext", "maxtext-unscanned"),
     ORBAX_FORMAT,
     "Orbax checkpoint for MaxText",
-    "orbax_layouts",
     # The train state has the Flax variables, with the collection `params`, under the key `params`.
     item=ItemPlace("items", root="params.params."),
     state=TrainerState(
@@ -402,7 +398,6 @@ TUNIX = Library(
     ("tunix",),
     ORBAX_FORMAT,
     "Orbax checkpoint for Tunix",
-    "orbax_layouts",
     item=ItemPlace("model_params", state_item="optimizer_state", suffix=".value"),
     state=TrainerState(
         missing=("random state", "mask of weight decay"),
@@ -436,7 +431,6 @@ LEVANTER = Library(
     ("levanter", "levanter-unscanned"),
     TENSORSTORE_FORMAT,
     "Levanter checkpoint",
-    "levanter_layouts",
     # A training state has the model in its field `model`.
     item=ItemPlace("", root="model."),
     state=TrainerState(
@@ -473,8 +467,8 @@ LEVANTER = Library(
 LIBRARIES = (
     HUGGING_FACE,
     TORCH_DISTRIBUTED,
-    Library(("hf-flax",), "msgpack", "Flax msgpack for Hugging Face", "layouts"),
-    Library(("easylm", "easylm-scanned"), STREAM_FORMAT, "EasyLM stream", "layouts"),
+    Library(("hf-flax",), "msgpack", "Flax msgpack for Hugging Face"),
+    Library(("easylm", "easylm-scanned"), STREAM_FORMAT, "EasyLM stream"),
     TORCHTITAN,
     MAXTEXT,
     TUNIX,

@@ -13,13 +13,13 @@ from dataclasses import replace
 
 from prepcli.core.errors import Command, Option, text, usage_error
 from prepcli.formats.model_files import UnindexedTensor
-from prepcli.models.prediction import (
+from prepcli.models.text_part import matching_patterns
+from prepcli.models.truncation import (
     EARLIER_RULES,
     UNRECORDED_RULE,
     prediction_names,
     without_prediction,
 )
-from prepcli.models.text_part import matching_patterns
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor
 from prepcli.sources.model_family import as_verbatim, split_towers

@@ -24,8 +24,8 @@ from prepcli.core.json_values import HFConfig
 from prepcli.engine.digest import record_digest
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.models.parameters import Family, StoredShapes, dropped_patterns, parameter_rows
-from prepcli.models.prediction import prediction_names
 from prepcli.models.registry import FAMILIES, family_of
+from prepcli.models.truncation import prediction_names
 from prepcli.models.verbatim import verbatim_family
 from prepcli.planning.arrays import Location
 from prepcli.planning.manifest_fields import Manifest

@@ -14,15 +14,16 @@ from prepcli.algebra.axis_map import INPUT_LAYERS
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.json_values import HFConfig
 from prepcli.models.parameters import VERBATIM, Family
-from prepcli.models.prediction import prediction_names, without_prediction
 from prepcli.models.registry import FAMILIES, family_of
 from prepcli.models.text_part import TextPart, read_text_part, text_section, uses_mrope
 from prepcli.models.truncation import (
     later_layers,
     missing_tensors,
+    prediction_names,
     prediction_tensors,
     tensors_of_all_layers,
     truncate_config,
+    without_prediction,
 )
 from prepcli.models.verbatim import CANNOT_TRAIN, TensorTypes, split_numbers, verbatim_family
 from prepcli.planning.manifest_fields import Manifest, QuantizedRecord

@@ -14,9 +14,9 @@ from prepcli.core.errors import Command, Option, Text, text, usage_error
 from prepcli.core.formatting import join_names
 from prepcli.core.json_values import quote_name
 from prepcli.models.parameters import Family, parameter_rows
-from prepcli.models.prediction import is_prediction_vocabulary, prediction_names
 from prepcli.models.registry import family_of
 from prepcli.models.text_part import text_section
+from prepcli.models.truncation import is_prediction_vocabulary, prediction_names
 from prepcli.planning.tensors import FLOAT_DTYPES, split_name
 from prepcli.sources.detect import quantization_file
 from prepcli.sources.model_family import verbatim_error

@@ -15,20 +15,21 @@ from prepcli.core.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
 from prepcli.engine.checkpoint_store import LeafSpec
 from prepcli.formats.manifest import STATE_ITEM
 from prepcli.formats.ocdbt import MAX_ENTRIES
-from prepcli.models.chunk_shapes import (
-    MIN_SPLIT_NBYTES,
-    HostReads,
-    chunk_shape,
-    join_experts,
-    read_amplification,
-    reads_per_host,
-)
 from prepcli.models.manifest_family import manifest_family
 from prepcli.models.mesh import Mesh, parse_mesh
 from prepcli.models.param_tree import reduced_axes
-from prepcli.models.partition import Spec, leaf_spec, partition_spec
-from prepcli.models.rule_text import merge_rules
-from prepcli.models.rules import LeafDims, Rules
+from prepcli.models.partition import (
+    MIN_SPLIT_NBYTES,
+    HostReads,
+    Spec,
+    chunk_shape,
+    join_experts,
+    leaf_spec,
+    partition_spec,
+    read_amplification,
+    reads_per_host,
+)
+from prepcli.models.rules import LeafDims, Rules, merge_rules
 from prepcli.models.verbatim import stacked_numbers
 from prepcli.planning import coverage
 from prepcli.planning.arrays import Array, MappedArray, identity_axis_map, whole_array

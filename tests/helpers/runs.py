@@ -13,11 +13,11 @@ import numpy as np
 from prepcli.algebra.boxes import Box
 from prepcli.engine.checkpoint_store import HostLeaf, LeafSpec, PendingSave
 from prepcli.execution.checkpoint_manager import FinishedSave
-from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
+from prepcli.models.layer_config import NO_DROPOUT, DropoutConfig
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.param_tree import Tree
 from prepcli.models.registry import FAMILIES
-from prepcli.models.rule_text import merge_rules
+from prepcli.models.rules import merge_rules
 from prepcli.planning.manifest_fields import Manifest
 from trainer.data.order import RowOrder
 from trainer.data.packing import PackedDataset

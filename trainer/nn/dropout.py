@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from prepcli.models.dropout_config import DropoutConfig
+from prepcli.models.layer_config import DropoutConfig
 
 # Random numbers as a function of integers: the same on every device, in every order and for every shape of a call.
 #

@@ -31,8 +31,7 @@ from prepcli.models.lora_config import LoraConfig, lora_from_manifest
 from prepcli.models.param_tree import ParamLeaf, param_leaves
 from prepcli.models.parameters import Family, HFConfig, true_vocab_size
 from prepcli.models.registry import family_of
-from prepcli.models.rule_text import merge_rules
-from prepcli.models.rules import Rules, check_leaf_rules
+from prepcli.models.rules import Rules, check_leaf_rules, merge_rules
 from trainer.distributed.sharding import HOST_MEMORY, ShardingContext
 
 

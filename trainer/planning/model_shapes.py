@@ -10,7 +10,7 @@ from prepcli.core.errors import INVALID_CONFIG, PrepError, text, usage_error
 from prepcli.core.formatting import did_you_mean
 from prepcli.core.json_values import HFConfig, JsonObject, JsonValue
 from prepcli.models.architecture import ArchConfig
-from prepcli.models.dropout_config import DROPOUT_SITES
+from prepcli.models.layer_config import DROPOUT_SITES
 from prepcli.models.mesh import Mesh
 from prepcli.models.param_tree import ParamLeaf, param_leaves
 from prepcli.models.parameters import Family, true_vocab_size

@@ -24,7 +24,7 @@ from prepcli.models.attention_kernels import (
     required_attention_features,
     run_features,
 )
-from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dropout
+from prepcli.models.layer_config import NO_DROPOUT, DropoutConfig, resolve_dropout
 from prepcli.models.mesh import Mesh, format_sizes
 from prepcli.models.param_tree import (
     FREEZE_KEY,

@@ -12,11 +12,11 @@ from prepcli.core.errors import Key, PrepError, text, usage_error
 from prepcli.core.formatting import did_you_mean
 from prepcli.models.activation_memory import check_remat
 from prepcli.models.attention_kernels import check_saved_scores
-from prepcli.models.dropout_config import DROPOUT_KEY, FCM_KEY, check_dropout_table, check_fcm_ratio
+from prepcli.models.layer_config import DROPOUT_KEY, FCM_KEY, check_dropout_table, check_fcm_ratio
 from prepcli.models.lora_config import MAX_ALPHA
 from prepcli.models.mesh import DCN_KEY, check_slices, parse_mesh, parse_slice_counts
 from prepcli.models.param_tree import PATTERN_KEYS, check_regular_expressions
-from prepcli.models.rule_text import merge_rules
+from prepcli.models.rules import merge_rules
 from trainer.recipe.data_table import (
     DATASET_KEYS,
     EVAL_KEYS,

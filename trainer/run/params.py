@@ -18,8 +18,7 @@ from prepcli.models.param_tree import ParamLeaf, param_leaves
 from prepcli.models.parameters import parameter_rows
 from prepcli.models.partition import vocab_multiple
 from prepcli.models.registry import family_of
-from prepcli.models.rule_text import merge_rules, with_default_preset
-from prepcli.models.rules import Rules, check_leaf_rules
+from prepcli.models.rules import Rules, check_leaf_rules, merge_rules, with_default_preset
 from prepcli.planning.tensors import cast_dtype, itemsize
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader

@@ -26,7 +26,7 @@ from trainer.run.storage import explain_removed_step
 from trainer.run.summary import rounding_environment, rounding_text, run_summary_lines
 
 if TYPE_CHECKING:
-    from prepcli.models.dropout_config import DropoutConfig
+    from prepcli.models.layer_config import DropoutConfig
     from trainer.data.order import RowOrder
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import ModelSpec

@@ -13,7 +13,7 @@ from prepcli.core.observer import Observer
 from prepcli.execution.training_storage import TOKENS_FOLDER
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import num_batch_shards
-from prepcli.models.rule_text import merge_rules
+from prepcli.models.rules import merge_rules
 from prepcli.sources.generation_config import folder_generation_defaults
 from prepcli.sources.locate import make_access
 from prepcli.targets.hf_folder import tokenizer_folder

@@ -30,7 +30,7 @@ from prepcli.formats.orbax import find_item
 from prepcli.models.lora_config import lora_from_manifest
 from prepcli.models.parameters import VERBATIM, read_size
 from prepcli.models.registry import family_of
-from prepcli.models.rule_text import merge_rules
+from prepcli.models.rules import merge_rules
 from prepcli.models.text_part import text_section
 from prepcli.planning.manifest_fields import Manifest, OriginRecord
 from prepcli.restore.digest_checks import (

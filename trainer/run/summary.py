@@ -21,9 +21,9 @@ from prepcli.core.formatting import count_text, format_bytes
 from prepcli.models.activation_memory import WHOLE
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.attention_kernels import KernelChoice
-from prepcli.models.dropout_config import DROPOUT_SITES, DropoutConfig
+from prepcli.models.layer_config import DROPOUT_SITES, DropoutConfig
 from prepcli.models.rope_config import Rope
-from prepcli.models.rule_text import rule_texts
+from prepcli.models.rules import rule_texts
 from prepcli.planning.manifest_fields import CastCounts
 from trainer.data.packing import ConcatenatedDataset, Dataset, DocumentDataset, PackedDataset
 from trainer.data.sample_text import counts_table, sample_line

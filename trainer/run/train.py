@@ -253,7 +253,7 @@ def open_start(run: Run, stack: ExitStack) -> tuple[StartCheckpoint, ShardingCon
     Returns:
         The checkpoint, and the sharding of the run.
     """
-    from prepcli.models.rule_text import merge_rules
+    from prepcli.models.rules import merge_rules
     from trainer.training.setup import check_batch, partition_rules
 
     options = run.options

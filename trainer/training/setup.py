@@ -14,10 +14,9 @@ from prepcli.models.attention_kernels import (
     DeviceKind,
     KernelChoice,
 )
-from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
+from prepcli.models.layer_config import NO_DROPOUT, DropoutConfig
 from prepcli.models.param_tree import ParamLeaf
-from prepcli.models.rule_text import merge_rules
-from prepcli.models.rules import Rules
+from prepcli.models.rules import Rules, merge_rules
 from trainer.distributed.sharding import ShardingContext, device_kind
 from trainer.nn.kernels.probe import find_mismatch
 from trainer.nn.lm_head import LossTerms

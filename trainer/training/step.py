@@ -18,7 +18,7 @@ import optax
 from jax import Array, lax
 from jax.sharding import NamedSharding
 
-from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
+from prepcli.models.layer_config import NO_DROPOUT, DropoutConfig
 from prepcli.models.param_tree import (
     ParamLeaf,
     Tree,

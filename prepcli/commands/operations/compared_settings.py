@@ -19,8 +19,8 @@ from prepcli.formats.tokenizer_files import (
 )
 from prepcli.models.architecture import canonical_activation
 from prepcli.models.parameters import Family
-from prepcli.models.prediction import EARLIER_RULES, PREDICTION_FIELDS
 from prepcli.models.text_part import SHARED_FIELDS, TIED_FIELD, text_section
+from prepcli.models.truncation import EARLIER_RULES, PREDICTION_FIELDS
 from prepcli.models.verbatim import verbatim_family
 from prepcli.sources.generation_config import GENERATION_CONFIG_FILE
 from prepcli.sources.model_family import TEXT_ONLY_RULE

@@ -39,7 +39,7 @@ from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_n
 from prepcli.models.mesh import Mesh, parse_mesh
 from prepcli.models.parameters import VERBATIM
 from prepcli.models.partition import Spec
-from prepcli.models.rule_text import merge_rules
+from prepcli.models.rules import merge_rules
 from prepcli.planning.manifest_fields import VocabularyRecord
 from prepcli.planning.tensors import OPT_STATE
 from prepcli.restore.digest_checks import check_tensors

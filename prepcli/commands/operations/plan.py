@@ -29,8 +29,7 @@ from prepcli.models.attention_kernels import ANY_ACCELERATOR
 from prepcli.models.mesh import num_slices, parse_mesh, resolve_mesh
 from prepcli.models.presets import PRESETS, preset_name
 from prepcli.models.registry import family_of
-from prepcli.models.rule_text import merge_rules
-from prepcli.models.rules import Rules
+from prepcli.models.rules import Rules, merge_rules
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.sources.locate import locate, make_access

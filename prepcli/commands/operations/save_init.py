@@ -33,8 +33,7 @@ from prepcli.formats.codecs import parse_compression
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.orbax import find_item
 from prepcli.models.mesh import folder_suffix, parse_mesh
-from prepcli.models.rule_text import merge_rules, with_default_preset
-from prepcli.models.rules import LeafDims, check_leaf_rules
+from prepcli.models.rules import LeafDims, check_leaf_rules, merge_rules, with_default_preset
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.item_storage import ORBAX_STORAGES
 from prepcli.planning.plan import DroppedTensor

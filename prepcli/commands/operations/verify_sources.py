@@ -33,8 +33,8 @@ from prepcli.formats.manifest import (
     read_manifest,
     record_file,
 )
-from prepcli.models.prediction import UNRECORDED_RULE
 from prepcli.models.text_part import TIED_FIELD
+from prepcli.models.truncation import UNRECORDED_RULE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import DroppedTensor, Stream
 from prepcli.planning.tensors import split_name

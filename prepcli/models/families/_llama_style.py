@@ -7,23 +7,33 @@ from types import MappingProxyType
 from typing import Unpack
 
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
-from prepcli.models import rows
+from prepcli.core.json_values import JsonObject, JsonValue
 from prepcli.models.architecture import (
     FULL_ATTENTION,
+    LAYER_TYPES,
     ArchConfig,
+    is_in_window_pattern,
     read_activation,
     read_positive,
     read_sliding_windows,
     uniform_windows,
 )
 from prepcli.models.declaration import (
-    AliasedConfig,
     Choices,
+    Parameters,
     Settings,
     Sizes,
     changed,
     declare,
+    embedding,
+    layer_norm,
+    linear,
+    matrix,
+    rms_norm,
+    stack,
+    with_aliases,
 )
+from prepcli.models.declaration import attention as attention_rows
 from prepcli.models.parameters import (
     MAX_LAYERS,
     NEVER,
@@ -32,19 +42,9 @@ from prepcli.models.parameters import (
     HFConfig,
     Parameter,
     if_set,
-    read_count,
     read_size,
 )
-from prepcli.models.rope_config import Rope, read_rope
-from prepcli.models.rows import (
-    Parameters,
-    embedding,
-    layer_norm,
-    linear,
-    matrix,
-    rms_norm,
-    stack,
-)
+from prepcli.models.rope_config import Rope, read_layer_rope, read_rope
 
 TENSOR_PREFIX = "model."
 # Old versions of transformers saved this buffer with the weights. Later ones compute it on load.
@@ -107,21 +107,25 @@ def llama_like(
     """
 
     def read_sizes(config: HFConfig) -> dict[str, int]:
-        config = AliasedConfig(config, aliases) if aliases else config
+        config = with_aliases(config, aliases)
         found = sizes(config, **defaults)
         return {**found, **more_sizes(config, found)} if more_sizes else found
 
     def read_arch(config: HFConfig, axis_sizes: Sizes) -> ArchConfig:
-        config = AliasedConfig(config, aliases) if aliases else config
-        return arch_config(
-            config,
-            axis_sizes,
-            max_positions=positions,
-            rope_theta=rope_theta,
-            rope=rope(config, axis_sizes) if rope else None,
-            activation=(activation_field, activation) if activation_field else activation,
-            norm_eps=(norm_eps_field, norm_eps),
-            init_std=init_std,
+        config = with_aliases(config, aliases)
+        check_kv_heads(axis_sizes)
+        return ArchConfig(
+            norm="rms",
+            norm_eps=read_positive(config, norm_eps_field, norm_eps),
+            activation=read_activation(config, activation_field, activation)
+            if activation_field
+            else activation,
+            has_gated_mlp=True,
+            attn_scale=axis_sizes["head_dim"] ** -0.5,
+            sliding_windows=(FULL_ATTENTION,) * axis_sizes["layers"],
+            rope=(rope or rope_reader(positions, rope_theta))(config, axis_sizes),
+            max_positions=read_size(config, "max_position_embeddings", positions),
+            init_std=read_positive(config, "initializer_range", init_std),
         )
 
     return declare(
@@ -154,19 +158,8 @@ def sizes(
 ) -> dict[str, int]:
     """Return the extent of each atom (named axis).
 
-    Args:
-        config: Content of a config.json.
-        vocab: Default of the config class, like the following sizes.
-        embed: Width of the layers.
-        mlp: Width of the MLP.
-        layers: Number of layers.
-        heads: Number of attention heads.
-        kv_heads: Number of key and value heads. If it is None, or the config has null, there are as
-            many as heads.
-        head_dim: Width of a head. If it is None, or the config has null, it is `embed // heads`.
-
-    Raises:
-        PrepError: A size is invalid.
+    The arguments are the defaults of the config class. If `kv_heads` is None, or the config has null, there are as
+    many as heads. In the same cases `head_dim` is `embed // heads`.
     """
     embed = read_size(config, "hidden_size", embed)
     heads = read_size(config, "num_attention_heads", heads)
@@ -191,51 +184,6 @@ def sizes(
     }
 
 
-def arch_config(
-    config: HFConfig,
-    axis_sizes: Mapping[str, int],
-    max_positions: int,
-    rope_theta: float = 10_000.0,
-    rope: Rope | None = None,
-    activation: tuple[str, str] | str = ("hidden_act", "silu"),
-    norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
-    init_std: float = 0.02,
-) -> ArchConfig:
-    """Return the architecture of LLaMA.
-
-    Args:
-        config: Content of a config.json.
-        axis_sizes: Size of each named axis (atom), e.g. `{"embed": 768}`.
-        max_positions: Default of `max_position_embeddings`.
-        rope_theta: Default of the rotary base.
-        rope: Rotary embedding, if the family has read it already.
-        activation: Config field of the activation, and its default. Or an activation without a field.
-        norm_eps: Config field of the epsilon of norms, and its default.
-        init_std: Default of `initializer_range`.
-
-    Raises:
-        PrepError: The config is invalid, or the key and value heads do not divide the query heads.
-    """
-    check_kv_heads(axis_sizes)
-    max_positions = read_size(config, "max_position_embeddings", max_positions)
-    if isinstance(activation, tuple):
-        activation = read_activation(config, *activation)
-    return ArchConfig(
-        norm="rms",
-        norm_eps=read_positive(config, *norm_eps),
-        activation=activation,
-        has_gated_mlp=True,
-        attn_scale=axis_sizes["head_dim"] ** -0.5,
-        sliding_windows=(FULL_ATTENTION,) * axis_sizes["layers"],
-        rope=rope
-        or read_rope(
-            config, axis_sizes["head_dim"], max_positions=max_positions, default_theta=rope_theta
-        ),
-        max_positions=max_positions,
-        init_std=read_positive(config, "initializer_range", init_std),
-    )
-
-
 def check_kv_heads(axis_sizes: Mapping[str, int]) -> None:
     """Raise PrepError if the key and value heads do not divide the query heads."""
     heads = axis_sizes["heads"]
@@ -243,59 +191,6 @@ def check_kv_heads(axis_sizes: Mapping[str, int]) -> None:
     if heads % kv_heads:
         why = f"num_key_value_heads is {kv_heads}, it must divide num_attention_heads, which is {heads}"
         raise invalid_config_error(why)
-
-
-def read_partial_rope(
-    config: HFConfig,
-    head_dim: int,
-    *,
-    default_share: float,
-    max_positions: int,
-    default_theta: float = 10_000.0,
-) -> Rope:
-    """Read the rotary embedding of a family that rotates a part of each head.
-
-    Args:
-        config: Content of a config.json.
-        head_dim: Width of a head.
-        default_share: Share of a head that rotates if the config has no `partial_rotary_factor`.
-        max_positions: Default of `max_position_embeddings`.
-        default_theta: Default of the rotary base.
-    """
-    return read_rope(
-        changed(config, partial_rotary_factor=config.get("partial_rotary_factor", default_share)),
-        head_dim,
-        max_positions=read_size(config, "max_position_embeddings", max_positions),
-        default_theta=default_theta,
-        allow_partial=True,
-    )
-
-
-def read_upper_layer_windows(config: HFConfig, layers: int) -> tuple[int, ...]:
-    """Return the windows of a Qwen model: layers from `max_window_layers` on slide if `use_sliding_window` is true.
-
-    Raises:
-        PrepError: A field is invalid.
-    """
-    # 4096 is the default of Qwen2Config and Qwen3Config.
-    window = config.get("sliding_window", 4096)
-    if not config.get("use_sliding_window"):
-        window = None
-    first = read_max_window_layers(config)
-    return read_sliding_windows(config, layers, window, lambda layer: layer >= first)
-
-
-def read_max_window_layers(config: HFConfig, default: int = 28) -> int:
-    """Return the layer at which the windows of a Qwen model change.
-
-    Args:
-        config: Content of a config.json.
-        default: Default of the config class, 28 in those of Qwen.
-
-    Raises:
-        PrepError: `max_window_layers` is not a number of layers.
-    """
-    return read_count(config, "max_window_layers", default)
 
 
 def read_experts_per_token(config: HFConfig, experts: int, default: int) -> int:
@@ -344,8 +239,8 @@ PRE_LAYER_NORMS = {
 
 
 def attention(bias: Condition | None = NEVER, out_bias: Condition | None = NEVER) -> Parameters:
-    """Return the parameters of attention, with the conditions of `rows.attention`."""
-    return rows.attention(
+    """Return the parameters of attention, with the conditions of `declaration.attention`."""
+    return attention_rows(
         "self_attn.{}_proj", out_name="o", kv_heads="kv_heads", bias=bias, out_bias=out_bias
     )
 
@@ -354,29 +249,19 @@ def gated_mlp(
     bias: Condition | None = NEVER,
     module: str = "mlp",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    *,
+    path: str = "mlp",
     mlp: str = "mlp",
 ) -> Parameters:
     """Return the parameters of a gated MLP.
 
-    Args:
-        bias: When its matrices have a bias.
-        module: Name of its module.
-        names: Names of gate, up and down in the module.
-        mlp: Atom of its hidden units.
+    `names` has gate, up and down. `mlp` is the atom of the hidden units.
     """
     gate, up, down = (f"{module}.{name}.weight" for name in names)
     return {
-        **linear("mlp.gate", f"{mlp} embed <- {gate}: {mlp} embed", bias),
-        **linear("mlp.up", f"{mlp} embed <- {up}: {mlp} embed", bias),
-        **linear("mlp.down", f"embed {mlp} <- {down}: embed {mlp}", bias),
-    }
-
-
-def plain_mlp(bias: Condition | None = NEVER) -> Parameters:
-    """Return the parameters of an MLP without a gate, whose matrices have a bias under the condition."""
-    return {
-        **linear("mlp.up", "mlp embed <- mlp.up_proj.weight: mlp embed", bias),
-        **linear("mlp.down", "embed mlp <- mlp.down_proj.weight: embed mlp", bias),
+        **linear(f"{path}.gate", f"{mlp} embed <- {gate}: {mlp} embed", bias),
+        **linear(f"{path}.up", f"{mlp} embed <- {up}: {mlp} embed", bias),
+        **linear(f"{path}.down", f"embed {mlp} <- {down}: embed {mlp}", bias),
     }
 
 
@@ -392,50 +277,17 @@ FUSED_GATED_MLP = {
 }
 
 
-def experts(gate: str, up: str, down: str, router: str) -> Parameters:
-    """Return the parameters of an MoE layer.
-
-    The alternates are the fused tensors of transformers 5: one per matrix for all experts, gate
-    before up.
-
-    Args:
-        gate: Name of an expert's gate matrix, with `{experts}` in place of its index.
-        up: Name of its up matrix.
-        down: Name of its down matrix.
-        router: Name of the router's matrix.
-    """
-    # transformers 5 names the router `mlp.gate` in both families with experts.
-    row, fused_row = (
-        f"experts embed <- {name}: experts embed" for name in (router, "mlp.gate.weight")
-    )
-    # E.g. with mlp 4 the fused tensor has 8 rows per expert: 0 to 3 are the gate, 4 to 7 are up.
-    fused = "experts mlp embed <- mlp.experts.gate_up_proj: experts (gate_up={} mlp) embed"
-    return {
-        # An alternate with the same tensor would look like a parameter that is stored in two forms.
-        **matrix("mlp.router", row, alternate="" if row == fused_row else fused_row),
-        **matrix("mlp.gate", f"experts mlp embed <- {gate}: mlp embed", alternate=fused.format(0)),
-        **matrix("mlp.up", f"experts mlp embed <- {up}: mlp embed", alternate=fused.format(1)),
-        **matrix(
-            "mlp.down",
-            f"experts embed mlp <- {down}: embed mlp",
-            alternate="experts embed mlp <- mlp.experts.down_proj: experts embed mlp",
-        ),
-    }
-
-
-def read_rotating_layers(config: HFConfig, layers: int) -> list[bool]:
-    """Return whether the queries and keys of each layer rotate: those with a 1 in `no_rope_layers`.
+def read_layers_without_rope(config: HFConfig, sizes: Sizes) -> tuple[int, ...]:
+    """Return the layers without rotation of queries and keys, which have a 0 in `no_rope_layers`.
 
     Without the list, every `no_rope_layer_interval`-th layer does not rotate.
-
-    Raises:
-        PrepError: The list has another length or other values.
     """
+    layers = sizes["layers"]
     listed = config.get("no_rope_layers")
     # Published configs of Llama 4 have an empty list.
     if not listed:
         interval = read_size(config, "no_rope_layer_interval", 4)
-        return [(layer + 1) % interval != 0 for layer in range(layers)]
+        return tuple(range(layers))[interval - 1 :: interval]
     if (
         not isinstance(listed, list)
         or len(listed) != layers
@@ -443,7 +295,81 @@ def read_rotating_layers(config: HFConfig, layers: int) -> list[bool]:
     ):
         why = f"no_rope_layers is {listed!r:.80}, it must give {layers} of 0 and 1"
         raise invalid_config_error(why)
-    return [value == 1 for value in listed]
+    return tuple(layer for layer, value in enumerate(listed) if value != 1)
+
+
+def layer_rope(
+    layer_type: str, positions: int, theta: float, theta_field: str = ""
+) -> Callable[[HFConfig, Sizes], Rope]:
+    """Return the reader of the rotary embedding of one of two layer types. The numbers are defaults.
+
+    `theta_field` has the base in configs of transformers 4.
+    """
+    return lambda config, sizes: read_layer_rope(
+        config,
+        layer_type,
+        layer_types=LAYER_TYPES,
+        theta=config.get(theta_field, theta) if theta_field else theta,
+        head_dim=sizes["head_dim"],
+        max_positions=read_size(config, "max_position_embeddings", positions),
+    )
+
+
+def rope_reader(
+    positions: int, theta: float, scaling: JsonObject | None = None
+) -> Callable[[HFConfig, Sizes], Rope]:
+    """Return the reader of a rotary embedding of all layers. The arguments are defaults, also the scaling."""
+
+    def read(config: HFConfig, axis_sizes: Sizes) -> Rope:
+        if scaling is not None and config.get("rope_parameters") is None:
+            config = changed(config, rope_parameters=scaling)
+        return read_rope(
+            config,
+            axis_sizes["head_dim"],
+            max_positions=read_size(config, "max_position_embeddings", positions),
+            default_theta=theta,
+        )
+
+    return read
+
+
+def windows(
+    default: int | None, is_sliding: Callable[[int], bool]
+) -> Callable[[HFConfig, Sizes], tuple[int, ...]]:
+    """Return the reader of the windows of layers, by `layer_types` or by the number of a layer.
+
+    `default` is the window of the config class. `is_sliding` decides if a config has no `layer_types`.
+    """
+    return lambda config, sizes: read_sliding_windows(
+        config, sizes["layers"], config.get("sliding_window", default), is_sliding
+    )
+
+
+def pattern_windows(
+    default: int | None, pattern: int
+) -> Callable[[HFConfig, Sizes], tuple[int, ...]]:
+    """Return the reader of windows in all but each n-th layer. The arguments are the defaults of the config class."""
+    return lambda config, sizes: read_sliding_windows(
+        config,
+        sizes["layers"],
+        config.get("sliding_window", default),
+        lambda layer: is_in_window_pattern(config, layer, pattern),
+    )
+
+
+def full_layers(
+    read_windows: Callable[[HFConfig, Sizes], tuple[int, ...]],
+) -> Callable[[HFConfig, Sizes], tuple[int, ...]]:
+    """Return the reader of the layers without a window."""
+    return lambda config, sizes: tuple(
+        layer for layer, width in enumerate(read_windows(config, sizes)) if width == FULL_ATTENTION
+    )
+
+
+def read_qwen_window(config: HFConfig) -> JsonValue:
+    """Return the window of Qwen's config. The field has an effect with `use_sliding_window` only."""
+    window = config.get("sliding_window", 4096)
+    return window if config.get("use_sliding_window") else None
 
 
 def uniform_window(default: int | None) -> Choices:
@@ -464,17 +390,22 @@ def heads_that_fill_width(config: HFConfig, sizes: Sizes) -> dict[str, int]:
     return {}
 
 
-def partial_rope(share: float, positions: int) -> Callable[[HFConfig, Sizes], Rope]:
+def partial_rope(
+    share: float, positions: int, theta: float = 10_000.0
+) -> Callable[[HFConfig, Sizes], Rope]:
     """Return the reader of the rotary embedding of a family that rotates a part of each head.
 
-    Args:
-        share: Share of a head that rotates if the config has no `partial_rotary_factor`.
-        positions: Default of `max_position_embeddings`.
+    `share` of a head rotates if the config has no `partial_rotary_factor`. `positions` and `theta` are defaults as
+    well.
     """
 
     def read(config: HFConfig, axis_sizes: Sizes) -> Rope:
-        return read_partial_rope(
-            config, axis_sizes["head_dim"], default_share=share, max_positions=positions
+        return read_rope(
+            changed(config, partial_rotary_factor=config.get("partial_rotary_factor", share)),
+            axis_sizes["head_dim"],
+            max_positions=read_size(config, "max_position_embeddings", positions),
+            default_theta=theta,
+            allow_partial=True,
         )
 
     return read

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from prepcli.algebra.axis_map import DENSE_LAYERS, SPARSE_LAYERS
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
 from prepcli.models.architecture import read_positive
-from prepcli.models.declaration import NO_CHOICES, Choices, LayerGroup, LayerNumbers, Sizes
-from prepcli.models.families._llama_style import experts as expert_rows
-from prepcli.models.families._llama_style import llama_like, read_experts_per_token
+from prepcli.models.declaration import (
+    NO_CHOICES,
+    Choices,
+    LayerGroup,
+    LayerNumbers,
+    Parameters,
+    Sizes,
+    matrix,
+)
+from prepcli.models.families._llama_style import gated_mlp, llama_like, read_experts_per_token
 from prepcli.models.layer_config import Router
 from prepcli.models.parameters import (
     ALWAYS,
@@ -21,7 +29,6 @@ from prepcli.models.parameters import (
     read_count,
     read_size,
 )
-from prepcli.models.rows import Parameters, matrix
 
 # Config and sizes -> a size.
 ReadSize = Callable[[HFConfig, Sizes], int]
@@ -32,23 +39,40 @@ MLP_LAYER_TYPES = ("dense", "sparse")
 # --- Rows
 
 
-def dense_layer_mlp(module: str) -> Parameters:
-    """Return the parameters of the MLP of a dense layer in a model with experts, by the name of its module."""
+def expert_matrices(module: str, names: tuple[str, str, str], fused_module: str) -> Parameters:
+    """Return the matrices of numbered experts.
+
+    The alternates are the fused tensors of transformers 5: one per matrix for all experts, gate before up.
+
+    Args:
+        module: Module of the experts.
+        names: Names of gate, up and down in an expert.
+        fused_module: Module of the fused tensors.
+    """
+    gate, up, down = (f"{module}.{{experts}}.{name}.weight" for name in names)
+    # E.g. with mlp 4 the fused tensor has 8 rows per expert: 0 to 3 are the gate, 4 to 7 are up.
+    fused = f"experts mlp embed <- {fused_module}.gate_up_proj: experts (gate_up={{}} mlp) embed"
+    fused_down = f"experts embed mlp <- {fused_module}.down_proj: experts embed mlp"
     return {
-        **matrix("mlp.gate", f"dense_mlp embed <- {module}.gate_proj.weight: dense_mlp embed"),
-        **matrix("mlp.up", f"dense_mlp embed <- {module}.up_proj.weight: dense_mlp embed"),
-        **matrix("mlp.down", f"embed dense_mlp <- {module}.down_proj.weight: embed dense_mlp"),
+        **matrix("mlp.gate", f"experts mlp embed <- {gate}: mlp embed", alternate=fused.format(0)),
+        **matrix("mlp.up", f"experts mlp embed <- {up}: mlp embed", alternate=fused.format(1)),
+        **matrix("mlp.down", f"experts embed mlp <- {down}: embed mlp", alternate=fused_down),
     }
 
 
-def experts(router: str = "mlp.gate.weight") -> Parameters:
-    """Return the parameters of experts with the names of LLaMA's MLP, by the name of the router's matrix."""
-    return expert_rows(
-        gate="mlp.experts.{experts}.gate_proj.weight",
-        up="mlp.experts.{experts}.up_proj.weight",
-        down="mlp.experts.{experts}.down_proj.weight",
-        router=router,
-    )
+def experts(
+    router: str = "mlp.gate.weight",
+    module: str = "mlp.experts",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Parameters:
+    """Return the parameters of an MoE layer. transformers 5 gives its tensors the names of the module `mlp`."""
+    row = "experts embed <- {}: experts embed"
+    # An alternate with the same tensor would look like a parameter that is stored in two forms.
+    alternate = "" if router == "mlp.gate.weight" else row.format("mlp.gate.weight")
+    return {
+        **matrix("mlp.router", row.format(router), alternate=alternate),
+        **expert_matrices(module, names, "mlp.experts"),
+    }
 
 
 def fused_experts(
@@ -56,13 +80,7 @@ def fused_experts(
     down: str = "output_linear.weight",
     router: str = "router.layer.weight",
 ) -> Parameters:
-    """Return the parameters of Granite's experts, one tensor per matrix of all of them. The gate comes before up.
-
-    Args:
-        gate_up: Tensor of all gate and up matrices.
-        down: Tensor of all down matrices.
-        router: Tensor of the router.
-    """
+    """Return the parameters of Granite's experts, one tensor per matrix of all of them. The gate comes before up."""
     row = f"experts mlp embed <- block_sparse_moe.{gate_up}: experts (gate_up={{}} mlp) embed"
     return {
         **matrix("mlp.router", f"experts embed <- block_sparse_moe.{router}: experts embed"),
@@ -75,9 +93,7 @@ def fused_experts(
 def correction(tensor: str, alternate: str = "") -> Parameter:
     """Return the parameter of the correction of a router's scores. It has no gradient.
 
-    Args:
-        tensor: Name and dims of its tensor.
-        alternate: Name and dims of the tensor in other files, or "".
+    `alternate` is the tensor in other files, or "". Both are a name with dims.
     """
     return Parameter(
         f"experts <- {tensor}", alternate=f"experts <- {alternate}" if alternate else ""
@@ -85,32 +101,30 @@ def correction(tensor: str, alternate: str = "") -> Parameter:
 
 
 def shared_experts(module: str, condition: Condition = ALWAYS) -> Parameters:
-    """Return the parameters of shared experts, which are one gated MLP.
-
-    Args:
-        module: Name of the module.
-        condition: When they exist.
-    """
-    row = "{} <- {}.{}_proj.weight: {}"
-    wide = "shared_mlp embed"
-    narrow = "embed shared_mlp"
+    """Return the parameters of shared experts, which are one gated MLP."""
+    parameters = gated_mlp(module=module, path="mlp.shared", mlp="shared_mlp")
     return {
-        **matrix("mlp.shared.gate", row.format(wide, module, "gate", wide), condition=condition),
-        **matrix("mlp.shared.up", row.format(wide, module, "up", wide), condition=condition),
-        **matrix(
-            "mlp.shared.down", row.format(narrow, module, "down", narrow), condition=condition
-        ),
+        path: dataclasses.replace(parameter, condition=condition)
+        for path, parameter in parameters.items()
     }
 
 
-DENSE_MLP = dense_layer_mlp("mlp")
+def granite_shared_mlp(path: str, mlp: str, condition: Condition = ALWAYS) -> Parameters:
+    """Return the parameters of Granite's shared MLP, by the atom of its hidden units. The gate comes before up."""
+    gate_up = f"{mlp} embed <- shared_mlp.input_linear.weight: (gate_up={{}} {mlp}) embed"
+    down = f"embed {mlp} <- shared_mlp.output_linear.weight: embed {mlp}"
+    return {
+        **matrix(f"{path}.gate", gate_up.format(0), condition=condition),
+        **matrix(f"{path}.up", gate_up.format(1), condition=condition),
+        **matrix(f"{path}.down", down, condition=condition),
+    }
+
+
+DENSE_MLP = gated_mlp(mlp="dense_mlp")
 EXPERTS = experts()
 # Experts of Mixtral: w2(silu(w1 x) * w3 x), so that w3 is the up projection.
-NUMBERED_EXPERTS = expert_rows(
-    gate="block_sparse_moe.experts.{experts}.w1.weight",
-    up="block_sparse_moe.experts.{experts}.w3.weight",
-    down="block_sparse_moe.experts.{experts}.w2.weight",
-    router="block_sparse_moe.gate.weight",
+NUMBERED_EXPERTS = experts(
+    "block_sparse_moe.gate.weight", "block_sparse_moe.experts", ("w1", "w3", "w2")
 )
 # Experts of Qwen2-MoE: shared experts are scaled by the sigmoid of a gate.
 GATED_SHARED_EXPERTS: Parameters = {
@@ -165,11 +179,7 @@ def first_dense_layers(default: int) -> LayerNumbers:
 
 
 def read_dense_layers_by_step(config: HFConfig, layers: int) -> tuple[int, ...]:
-    """Return the dense layers of Qwen's config, by `mlp_only_layers` and `decoder_sparse_step`.
-
-    Raises:
-        PrepError: A field is invalid.
-    """
+    """Return the dense layers of Qwen's config, by `mlp_only_layers` and `decoder_sparse_step`."""
     listed = config.get("mlp_only_layers") or []
     step = read_size(config, "decoder_sparse_step", 1)
     if not isinstance(listed, list):
@@ -185,13 +195,7 @@ def read_dense_layers_by_type(
 ) -> tuple[int, ...]:
     """Return the dense layers of a config with the type of each MLP in `mlp_layer_types`.
 
-    Args:
-        config: Content of a config.json.
-        layers: Number of layers.
-        default: The dense layers if the field is absent or null.
-
-    Raises:
-        PrepError: The list has another length or other names.
+    They are the `default` ones if the field is absent or null.
     """
     layer_types = config.get("mlp_layer_types")
     if layer_types is None:
@@ -229,9 +233,7 @@ def check_first_dense_layers(config: HFConfig, sizes: Sizes) -> None:
 def normalized_router(default: bool, **fields: Any) -> Choices:
     """Return the choice of a router whose weights are normalized if `norm_topk_prob` is true.
 
-    Args:
-        default: Default of the field.
-        fields: Other fields of the router.
+    `default` is the default of the field. `fields` are other fields of the router.
     """
     return {
         "router": lambda config, sizes: Router(
@@ -251,16 +253,8 @@ def grouped_router(
 ) -> Router:
     """Return the router of DeepSeek-V3: sigmoid scores in groups, with a correction.
 
-    Args:
-        config: Content of a config.json.
-        experts: Number of experts.
-        experts_per_token: Number of experts per token.
-        groups: Defaults of `n_group` and `topk_group`.
-        scale: Default of `routed_scaling_factor`.
-        is_normalized: Default of `norm_topk_prob`.
-
-    Raises:
-        PrepError: The groups do not fit the experts.
+    `groups` has the defaults of `n_group` and `topk_group`, `scale` the one of `routed_scaling_factor`, and
+    `is_normalized` the one of `norm_topk_prob`.
     """
     router = Router(
         "sigmoid",
@@ -411,10 +405,7 @@ def dense_and_sparse_layers(
 ) -> dict[str, LayerGroup]:
     """Return the group of layers with a dense MLP, and the group of layers with experts.
 
-    Args:
-        dense_layers: Numbers of the layers with a dense MLP. A config in which they are all layers is refused.
-        moe: Parameters of the MLP of a layer with experts.
-        dense_mlp: Parameters of the MLP of a dense layer.
+    A config in which all layers are dense is refused.
     """
 
     def dense(config: HFConfig, layers: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""DeepSeek's families and further ones with multi-head latent attention (arXiv:2405.04434). No I/O, no jax."""
+"""DeepSeek's families, and kin with its latent attention (arXiv:2405.04434) or with its experts. No I/O, no jax."""
 
 from __future__ import annotations
 
@@ -7,28 +7,50 @@ from collections.abc import Callable
 from functools import partial
 
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
-from prepcli.models.architecture import read_positive
-from prepcli.models.declaration import Choices, Sizes, by_name, under_condition
+from prepcli.models.architecture import read_positive, read_sliding_windows
+from prepcli.models.declaration import (
+    Choices,
+    Parameters,
+    Sizes,
+    by_name,
+    grouped_qkv,
+    linear,
+    matrix,
+    positive,
+    rms_norm,
+    under_condition,
+    unless_false,
+    with_aliases,
+)
 from prepcli.models.families._llama_style import (
+    BIASED_ATTENTION,
     PRE_NORMS,
+    QK_NORMS,
+    attention,
     gated_mlp,
     llama_like,
+    partial_rope,
     read_experts_per_token,
 )
 from prepcli.models.families._moe_style import (
+    CORRECTED_EXPERTS,
+    CORRECTION,
     EXPERTS,
     check_first_dense_layers,
+    correction,
     deepseek_like,
+    experts,
     first_dense_layers,
     moe_like,
+    read_dense_layers_by_type,
     read_listed_or_first_layer,
     shared_count,
     shared_experts,
 )
+from prepcli.models.families.other_norms import EXAONE4_WINDOWS
 from prepcli.models.layer_config import Router
-from prepcli.models.parameters import HFConfig, if_set, read_size
+from prepcli.models.parameters import HFConfig, if_set, read_count, read_size
 from prepcli.models.rope_config import ROPE_TYPES, Rope, read_rope, yarn_scores_scale
-from prepcli.models.rows import Parameters, linear, matrix, rms_norm
 
 HAS_BIAS = if_set("attention_bias")
 
@@ -48,18 +70,8 @@ def latent_sizes(
 ) -> dict[str, int]:
     """Return the extents of latent attention.
 
-    Args:
-        config: Content of a config.json.
-        sizes: Size of each named axis (atom) of a model without latents.
-        kv_rank: Default of `kv_lora_rank`, like the following sizes.
-        q_rank: Default of `q_lora_rank`.
-        key_dim: Default of `qk_nope_head_dim`.
-        value_dim: Default of `v_head_dim`.
-        rope_dim: Default of `qk_rope_head_dim`.
-        has_head_dim: Whether `head_dim` must be the number of rotated elements.
-
-    Raises:
-        PrepError: A size is invalid, or queries are grouped.
+    The arguments are the defaults of the fields. With `has_head_dim`, `head_dim` must be the number of rotated
+    elements.
     """
     if sizes["kv_heads"] != sizes["heads"]:
         why = f"num_key_value_heads is {sizes['kv_heads']}; latent attention has as many as query heads"
@@ -89,11 +101,7 @@ def _read_latent_rope(
 ) -> Rope:
     """Return the rotary embedding of a part of each head.
 
-    Args:
-        config: Content of a config.json.
-        sizes: Sizes with the extents of latent attention.
-        positions: Default of `max_position_embeddings`.
-        names: Other names of YaRN.
+    `names` are other names of YaRN.
     """
     return read_rope(
         config,
@@ -126,8 +134,7 @@ def latent_attention(
 ) -> Parameters:
     """Return the parameters of latent attention.
 
-    Args:
-        has_query_latent: Whether the queries of a config come from a latent.
+    `has_query_latent` decides whether the queries of a config come from a latent.
     """
 
     def has_plain_queries(config: HFConfig) -> bool:
@@ -238,6 +245,58 @@ def _read_minicpm_head_scale(config: HFConfig, sizes: Sizes) -> float:
     return base / embed
 
 
+# --- Experts of DeepSeek-V3 with other attention: GLM-4.5, K-EXAONE, Sarvam, Hunyuan 3
+
+# --- Dense layers, windows and sizes
+
+
+def _read_exaone_dense_layers(config: HFConfig, layers: int) -> tuple[int, ...]:
+    first = first_dense_layers(1)(config, layers)
+    return read_dense_layers_by_type(config, layers, default=first)
+
+
+def _read_dots_windows(config: HFConfig, sizes: Sizes) -> tuple[int, ...]:
+    window = config.get("sliding_window", 4096)
+    first = read_count(config, "max_window_layers", 62)
+    return read_sliding_windows(config, sizes["layers"], window, lambda layer: layer >= first)
+
+
+def _glm4_head_dim(config: HFConfig, sizes: Sizes) -> dict[str, int]:
+    """Return the width of a head without a number of heads in the config: 128, as in published models.
+
+    Half of the default width in Glm4MoeConfig, 4096 // 96 = 42, is no whole number of pairs to rotate.
+    """
+    has_width = "num_attention_heads" in config or "head_dim" in config
+    return {} if has_width else {"head_dim": 128}
+
+
+# --- Sarvam
+
+# Name in published files, which overrides -> name in SarvamMoEConfig.
+SARVAM_MOE_ALIASES = {
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+    "use_qkv_bias": "attention_bias",
+}
+
+
+def _has_sarvam_bias(config: HFConfig) -> bool:
+    return bool(with_aliases(config, SARVAM_MOE_ALIASES).get("attention_bias"))
+
+
+def _sarvam_attention() -> Parameters:
+    """Return the parameters of attention, with optional norms of queries and keys."""
+    norms = {
+        **rms_norm("attn.q_norm", "head_dim <- attention.query_layernorm.weight: head_dim"),
+        **rms_norm("attn.k_norm", "head_dim <- attention.key_layernorm.weight: head_dim"),
+    }
+    return {
+        **grouped_qkv("attention.query_key_value", _has_sarvam_bias),
+        **matrix("attn.o", "embed heads head_dim <- attention.dense.weight: embed (heads head_dim)"),
+        **under_condition(norms, unless_false("use_qk_norm")),
+    }  # fmt: skip
+
+
 FAMILIES = by_name(
     moe_like(
         "deepseek_v2",
@@ -261,14 +320,7 @@ FAMILIES = by_name(
         "DeepSeek-V3: latent attention, first dense layers, and experts chosen by sigmoid scores in groups.",
         layer=LATENT_LAYER,
         # The default 128 of `num_key_value_heads` is the one of `num_attention_heads`. A null means as many.
-        defaults={
-            "vocab": 129_280,
-            "embed": 7168,
-            "mlp": 18432,
-            "layers": 61,
-            "heads": 128,
-            "kv_heads": 128,
-        },
+        defaults={"vocab": 129_280, "embed": 7168, "mlp": 18432, "layers": 61, "heads": 128, "kv_heads": 128},
         more_sizes=latent_sizes,
         num_experts=256,
         experts_per_token=8,
@@ -285,14 +337,7 @@ FAMILIES = by_name(
         "glm4_moe_lite",
         "GLM-4.7-Flash (`glm4_moe_lite`): the layers of DeepSeek-V3 with dense layers by a list.",
         layer=LATENT_LAYER,
-        defaults={
-            "vocab": 154_880,
-            "embed": 2048,
-            "mlp": 10240,
-            "layers": 47,
-            "heads": 20,
-            "kv_heads": 20,
-        },
+        defaults={"vocab": 154_880, "embed": 2048, "mlp": 10240, "layers": 47, "heads": 20, "kv_heads": 20},
         more_sizes=partial(latent_sizes, q_rank=768, key_dim=192, value_dim=256),
         num_experts=64,
         experts_per_token=4,
@@ -310,10 +355,7 @@ FAMILIES = by_name(
         "sarvam_mla",
         "Sarvam MLA: the layers of DeepSeek-V3 with a router over all experts.",
         # Without `q_lora_rank` there is no latent of queries. DeepSeek-V3 has a default instead.
-        layer={
-            **PRE_NORMS,
-            **latent_attention(lambda config: config.get("q_lora_rank") is not None),
-        },
+        layer={**PRE_NORMS, **latent_attention(lambda config: config.get("q_lora_rank") is not None)},
         aliases=SARVAM_MLA_ALIASES,
         defaults={"vocab": 262_144, "mlp": 16384, "heads": 64},
         # Published files have the width of the latent with the rotated elements as `head_dim`.
@@ -336,25 +378,14 @@ FAMILIES = by_name(
         more_sizes=latent_sizes,
         positions=131_072,
         rope=partial(_read_latent_rope, positions=131_072),
-        choices={
-            **INTERLEAVED_CHOICES,
-            "init_std": _read_youtu_std,
-            "leaf_init_stds": _read_youtu_embedding_std,
-        },
+        choices={**INTERLEAVED_CHOICES, "init_std": _read_youtu_std, "leaf_init_stds": _read_youtu_embedding_std},
         tied=True,
     ),
     llama_like(
         "minicpm3",
         "MiniCPM3: latent attention with factors for embeddings, outputs of sublayers, and the head's input.",
         layer={**LATENT_LAYER, **gated_mlp(bias=if_set("mlp_bias"))},
-        defaults={
-            "vocab": 73448,
-            "embed": 2560,
-            "mlp": 6400,
-            "layers": 62,
-            "heads": 40,
-            "kv_heads": 40,
-        },
+        defaults={"vocab": 73448, "embed": 2560, "mlp": 6400, "layers": 62, "heads": 40, "kv_heads": 40},
         more_sizes=_minicpm_sizes,
         positions=32768,
         rope=partial(_read_latent_rope, positions=32768),
@@ -362,10 +393,128 @@ FAMILIES = by_name(
         init_std=0.1,
         choices={
             **LATENT_CHOICES,
-            "embed_scale": lambda config, sizes: read_positive(config, "scale_emb", 12),
+            "embed_scale": positive("scale_emb", 12),
             "residual_scale": _read_minicpm_depth_scale,
             "lm_head_input_scale": _read_minicpm_head_scale,
         },
         tied=True,
     ),
-)
+    deepseek_like(
+        "dots1",
+        "dots.llm1: Qwen3's attention with the experts of DeepSeek-V3.",
+        layer={**PRE_NORMS, **BIASED_ATTENTION, **QK_NORMS},
+        defaults={"vocab": 152_064, "embed": 4608, "mlp": 10944, "layers": 62, "kv_heads": 32},
+        # Dots1Config has no default for the numbers of experts. dots.llm1 has 128 and 2.
+        num_experts=128,
+        experts_per_token=6,
+        expert_mlp=1408,
+        shared_mlp=shared_count("n_shared_experts", 2),
+        is_normalized=False,
+        dense_layers=first_dense_layers(0),
+        choices={"sliding_windows": _read_dots_windows},
+        # The class always has norms of queries and keys.
+        ignores=("use_qk_norm",),
+    ),
+    deepseek_like(
+        "glm4_moe",
+        "GLM-4.5 and later: partly rotated heads, optional norms of queries and keys, DeepSeek-V3's experts.",
+        layer={
+            **PRE_NORMS,
+            **attention(bias=if_set("attention_bias")),
+            **under_condition(QK_NORMS, if_set("use_qk_norm")),
+        },
+        defaults={"vocab": 151_552, "mlp": 10944, "layers": 46, "heads": 96, "kv_heads": 8},
+        more_sizes=_glm4_head_dim,
+        num_experts=128,
+        experts_per_token=8,
+        expert_mlp=1408,
+        dense_layers=first_dense_layers(1),
+        positions=131_072,
+        rope=partial_rope(0.5, 131_072),
+        norm_eps=1e-5,
+        prediction_layers=1,
+    ),
+    deepseek_like(
+        "exaone_moe",
+        "K-EXAONE: the windows of EXAONE 4, norms before each sublayer, and the experts of DeepSeek-V3.",
+        layer={**PRE_NORMS, **attention(), **QK_NORMS},
+        moe={
+            **CORRECTED_EXPERTS,
+            CORRECTION: correction(
+                "mlp.e_score_correction_bias: experts",
+                # transformers 5 writes this name.
+                alternate="mlp.gate.e_score_correction_bias: experts",
+            ),
+        },
+        defaults={"vocab": 102_400, "mlp": 16384, "kv_heads": 32},
+        num_experts=64,
+        count_fields=("num_experts",),
+        experts_per_token=8,
+        expert_mlp=1024,
+        shared_mlp=shared_count("num_shared_experts", 1),
+        scale=2.5,
+        dense_layers=_read_exaone_dense_layers,
+        norm_eps=1e-5,
+        choices=EXAONE4_WINDOWS,
+        # transformers reads the pattern only without `layer_types`.
+        ignores=("sliding_window_pattern",),
+    ),
+    deepseek_like(
+        "sarvam_moe",
+        "Sarvam MoE: fused queries, keys and values with norms, first dense layers, and DeepSeek-V3's experts.",
+        layer={**PRE_NORMS, **_sarvam_attention()},
+        moe={**CORRECTED_EXPERTS, CORRECTION: correction("mlp.gate.expert_bias: experts")},
+        aliases=SARVAM_MOE_ALIASES,
+        defaults={"vocab": 262_144, "mlp": 8192, "layers": 19, "heads": 64, "kv_heads": 4, "head_dim": 64},
+        num_experts=128,
+        experts_per_token=6,
+        expert_mlp=1024,
+        scale=2.5,
+        dense_layers=first_dense_layers(1),
+        positions=131_072,
+        rope=partial_rope(1.0, 131_072, 8_000_000.0),
+        init_std=0.006,
+        tokens="word_embeddings.weight",
+    ),
+    deepseek_like(
+        "solar_open",
+        "Solar Open: LLaMA with the experts of DeepSeek-V3 in all layers.",
+        layer={**PRE_NORMS, **attention(bias=if_set("attention_bias"))},
+        defaults={"vocab": 196_608, "layers": 48, "heads": 64, "kv_heads": 8, "head_dim": 128},
+        num_experts=128,
+        experts_per_token=8,
+        expert_mlp=1280,
+        positions=131_072,
+        rope_theta=1_000_000.0,
+        norm_eps=1e-5,
+    ),
+    moe_like(
+        "hy_v3",
+        "Hunyuan 3: Qwen3's attention with the experts of DeepSeek-V3 under other names.",
+        layer={**PRE_NORMS, **BIASED_ATTENTION, **QK_NORMS},
+        moe={
+            **experts(router="mlp.router.gate.weight"),
+            CORRECTION: correction("mlp.expert_bias: experts", alternate="mlp.e_score_correction_bias: experts"),
+            **shared_experts("mlp.shared_mlp"),
+        },
+        defaults={"vocab": 120_832, "mlp": 13312, "layers": 80, "heads": 64, "kv_heads": 8, "head_dim": 128},
+        num_experts=192,
+        experts_per_token=8,
+        expert_mlp=1536,
+        shared_mlp=shared_count("num_shared_experts", 1),
+        dense_layers=read_listed_or_first_layer,
+        positions=131_072,
+        rope_theta=11_158_840.0,
+        norm_eps=1e-5,
+        init_std=0.006,
+        choices={
+            "router": lambda config, sizes: Router(
+                "sigmoid", scale=read_positive(config, "router_scaling_factor", 2.826), weight_sum_offset=1e-20
+            )
+        },
+        check=check_first_dense_layers,
+        # Published files have `qk_norm` and `route_norm`. The class always has both.
+        ignores=("use_qk_norm",),
+        prediction_layers=1,
+    ),
+)  # fmt: skip

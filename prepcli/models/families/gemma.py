@@ -20,7 +20,6 @@ from prepcli.core.json_values import HFConfig, JsonObject
 from prepcli.models.architecture import (
     FULL_ATTENTION,
     LAYER_TYPES,
-    is_in_window_pattern,
     read_activation,
     read_positive,
     read_sliding_windows,
@@ -28,12 +27,19 @@ from prepcli.models.architecture import (
     reject_unsupported_fields,
 )
 from prepcli.models.declaration import (
+    ALWAYS,
     Choices,
+    Condition,
     LayerGroup,
+    Parameters,
     Sizes,
     by_name,
     changed,
+    embedding,
+    linear,
+    matrix,
     partial_groups,
+    rms_norm,
     under_condition,
 )
 from prepcli.models.families._llama_style import (
@@ -42,13 +48,15 @@ from prepcli.models.families._llama_style import (
     QK_NORMS,
     SANDWICH_NORMS,
     gated_mlp,
+    layer_rope,
     llama_like,
+    pattern_windows,
     rms_norms,
+    windows,
 )
 from prepcli.models.layer_config import Router
 from prepcli.models.parameters import Parameter, if_set, read_size
-from prepcli.models.rope_config import Rope, read_layer_rope, read_proportional_rope, read_rope
-from prepcli.models.rows import ALWAYS, Condition, Parameters, embedding, linear, matrix, rms_norm
+from prepcli.models.rope_config import Rope, read_proportional_rope, read_rope
 
 FULL_TYPE = LAYER_TYPES[0]
 SLIDING_TYPE = LAYER_TYPES[1]
@@ -86,39 +94,12 @@ def _scalar_size(config: HFConfig, sizes: Sizes) -> dict[str, int]:
     return {"query_pre_attn_scalar": int(scalar)} if scalar == int(scalar) else {}
 
 
-def _read_gemma2_windows(config: HFConfig, sizes: Sizes) -> tuple[int, ...]:
-    window = config.get("sliding_window", 4096)
-    return read_sliding_windows(config, sizes["layers"], window, lambda layer: layer % 2 == 0)
-
-
-def _read_gemma3_windows(config: HFConfig, sizes: Sizes) -> tuple[int, ...]:
-    """Return the windows. With a pattern of 6, layers 0 to 4 slide, layer 5 does not, 6 to 10 slide, and so on."""
-    window = config.get("sliding_window", 4096)
-    return read_sliding_windows(
-        config, sizes["layers"], window, lambda layer: is_in_window_pattern(config, layer, 6)
-    )
-
-
-def _read_gemma3_rope(layer_type: str, config: HFConfig, sizes: Sizes) -> Rope:
-    theta = config.get("rope_local_base_freq", 1e4)
-    if layer_type == FULL_TYPE:
-        theta = config.get("rope_theta", 1e6)
-    return read_layer_rope(
-        config,
-        layer_type,
-        layer_types=LAYER_TYPES,
-        theta=theta,
-        head_dim=sizes["head_dim"],
-        max_positions=read_size(config, "max_position_embeddings", 131_072),
-    )
-
-
 GEMMA2_SIZES = {"embed": 2304, "mlp": 9216, "heads": 8, "kv_heads": 4, "head_dim": 256}
 GEMMA: Choices = {"norm": "rms_offset", "embed_scale": _root_of_width}
 GEMMA2: Choices = {
     **GEMMA,
     "attn_scale": _read_attn_scale,
-    "sliding_windows": _read_gemma2_windows,
+    "sliding_windows": windows(4096, lambda layer: layer % 2 == 0),
     "attn_logit_softcap": _softcap("attn_logit_softcapping", 50.0),
     "final_logit_softcap": _softcap("final_logit_softcapping", 30.0),
 }
@@ -401,13 +382,14 @@ FAMILIES = by_name(
         layer={**SANDWICH_NORMS, **BIASED_ATTENTION, **QK_NORMS, **gated_mlp()},
         defaults={**GEMMA2_SIZES, "vocab": 262_208, "layers": 26},
         positions=131_072,
-        rope=partial(_read_gemma3_rope, FULL_TYPE),
+        rope=layer_rope(FULL_TYPE, 131_072, 1e6, "rope_theta"),
         choices={
             **GEMMA,
             "block_type": "sandwich",
             "attn_scale": _read_attn_scale,
-            "sliding_windows": _read_gemma3_windows,
-            "local_rope": partial(_read_gemma3_rope, SLIDING_TYPE),
+            # With a pattern of 6, layers 0 to 4 slide, layer 5 does not, 6 to 10 slide, and so on.
+            "sliding_windows": pattern_windows(4096, 6),
+            "local_rope": layer_rope(SLIDING_TYPE, 131_072, 1e4, "rope_local_base_freq"),
             "final_logit_softcap": _softcap("final_logit_softcapping", None),
         },
         ignores=("sliding_window_pattern",),
@@ -439,11 +421,9 @@ FAMILIES = by_name(
             "experts_per_token": _read_experts_per_token,
             "router": Router(has_own_norm=True),
             "reusing_layers": lambda config, sizes: _read_reusing_layers(config, sizes["layers"]),
-            "shape_groups": lambda config, sizes: tuple(
-                partial_groups(GEMMA4_GROUPS, config, sizes["layers"]).items()
-            ),
+            "shape_groups": lambda config, sizes: tuple(partial_groups(GEMMA4_GROUPS, config, sizes["layers"]).items()),
             "final_logit_softcap": _softcap("final_logit_softcapping", None),
         },
         check=_check_gemma4,
     ),
-)
+)  # fmt: skip

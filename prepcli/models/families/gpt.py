@@ -4,48 +4,226 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Unpack
 
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
-from prepcli.models.architecture import NO_CLIP, read_positive, windows_by_layer_type
-from prepcli.models.declaration import Choices, Sizes, by_name
-from prepcli.models.dropout_config import DropoutFields
-from prepcli.models.families._gpt_style import (
-    attention_output,
-    check_n_embed,
-    embeddings,
-    gpt_like,
-    mask_buffers,
-    mlp,
-    multi_query_qkv,
-    norm,
-    outputs,
-    pdrop,
-    positive,
-    qkv_by_head,
+from prepcli.models.architecture import (
+    FULL_ATTENTION,
+    NO_CLIP,
+    ArchConfig,
+    read_activation,
+    read_positive,
+    windows_by_layer_type,
 )
-from prepcli.models.layer_config import Alibi, alibi_slopes
+from prepcli.models.declaration import (
+    Choices,
+    Parameters,
+    Settings,
+    Sizes,
+    attention,
+    by_name,
+    declare,
+    embedding,
+    fused_qkv,
+    grouped_qkv,
+    layer_norm,
+    linear,
+    matrix,
+    plain_mlp,
+    positive,
+    rms_norm,
+    stack,
+    unless_false,
+)
+from prepcli.models.layer_config import Alibi, DropoutFields, alibi_slopes
 from prepcli.models.parameters import (
     ALWAYS,
+    MAX_AXIS_SIZE,
     MAX_LAYERS,
     NEVER,
     Condition,
+    Family,
     HFConfig,
     read_size,
 )
-from prepcli.models.rows import (
-    Parameters,
-    attention,
-    embedding,
-    fused_qkv,
-    linear,
-    matrix,
-    rms_norm,
-    unless_false,
-)
+
+# --- Rows, from the names of modules
+
+
+def embeddings(tokens: str, positions: str = "") -> Parameters:
+    """Return the embedding of tokens, and with a second name that of positions."""
+    parameters = embedding("tokens", f"vocab embed <- {tokens}.weight: vocab embed")
+    if positions:
+        row = f"positions embed <- {positions}.weight: positions embed"
+        parameters |= embedding("positions", row)
+    return parameters
+
+
+def norm(path: str, module: str, condition: Condition = ALWAYS) -> Parameters:
+    """Return the parameters of a layer norm."""
+    return layer_norm(path, f"embed <- {module}.weight: embed", condition)
+
+
+def outputs(final_norm: str, head: str = "lm_head", other_head: str = "") -> Parameters:
+    """Return the norm after the last layer and the head, which some files have under another name."""
+    row = "vocab embed <- {}.weight: vocab embed"
+    alternate = row.format(other_head) if other_head else ""
+    return norm("final_norm", final_norm) | matrix("head", row.format(head), alternate=alternate)
+
+
+def attention_output(module: str, bias: Condition | None = ALWAYS) -> Parameters:
+    """Return the output projection of attention."""
+    return linear(
+        "attn.o", f"embed heads head_dim <- {module}.weight: embed (heads head_dim)", bias
+    )
+
+
+def qkv_by_head(module: str, bias: Condition | None = ALWAYS) -> Parameters:
+    """Return queries, keys and values of one tensor in which the rows of a head are together."""
+    # With heads of 4 elements, rows 0 to 3 are the queries of head 0, 4 to 7 its keys, 8 to 11 its values, and
+    # row 12 begins head 1.
+    return fused_qkv(module, "(heads qkv={} head_dim) embed", bias)
+
+
+# --- Buffers and dropout
+
+ROTARY_BUFFER = "rotary frequencies, computed from the config"
+
+
+def mask_buffers(attention: str) -> dict[str, str]:
+    """Return the buffers of masks that old files store in the attention module of this name."""
+    return {
+        # Not a bias: the biases of the model have a projection in their names, e.g. attn.c_attn.bias.
+        f"{attention}.bias": "causal mask",
+        f"{attention}.masked_bias": "value of masked scores",
+    }
+
+
+def pdrop(rate: float) -> DropoutFields:
+    """Return the dropout fields of GPT-2 with their default."""
+    return DropoutFields(("attn_pdrop", rate), ("resid_pdrop", rate), ("embd_pdrop", rate))
+
+
+# --- Sizes and architecture
+
+GPT2_FIELDS = {
+    "embed": "n_embd", "positions": "n_positions", "layers": "n_layer", "heads": "n_head", "mlp": "n_inner",
+}  # fmt: skip
+GPT2_INPUTS = embeddings("wte", "wpe")
+GPT2_OUTPUTS = outputs("ln_f")
+
+
+def gpt_like(
+    name: str,
+    title: str,
+    *,
+    layer: Parameters,
+    defaults: Mapping[str, int],
+    fields: Mapping[str, str] = GPT2_FIELDS,
+    more_sizes: Callable[[HFConfig, Sizes], Mapping[str, int]] | None = None,
+    activation: tuple[str, str] | str = ("activation_function", "gelu_new"),
+    prefix: str = "transformer.",
+    before: Parameters = GPT2_INPUTS,
+    layers: str = "h.{layers}",
+    after: Parameters = GPT2_OUTPUTS,
+    **settings: Unpack[Settings],
+) -> Family:
+    """Return a family with the sizes, the architecture and the tensor names of GPT-2 by default.
+
+    Args:
+        name: `model_type` of its config.json.
+        title: One line about the family, for lists.
+        layer: Parameters of every layer.
+        defaults: Sizes of the config class for absent fields. Without `mlp`, it is four times `embed`.
+        fields: Size -> its field in the config class. Without `mlp`, no field sets the width of the MLP.
+        more_sizes: Further sizes, and sizes that replace the ones of `defaults`. Raises PrepError for sizes that do not
+            fit together.
+        activation: Config field of the activation, and its default. Or an activation without a field.
+        prefix: Prefix of its tensors in a file of the model with its head.
+        before: Parameters before the layers.
+        layers: Prefix of the tensors of a layer.
+        after: Parameters after the layers.
+        settings: See `Settings`. Without `tied`, the head is tied.
+    """
+
+    def sizes(config: HFConfig) -> dict[str, int]:
+        found = _read_sizes(config, defaults, fields)
+        return {**found, **more_sizes(config, found)} if more_sizes else found
+
+    return declare(
+        name,
+        title,
+        sizes=sizes,
+        arch=partial(_read_arch, activation=activation),
+        parameters={**before, **stack("layers", layers, layer), **after},
+        prefix=prefix,
+        layers=layers,
+        **{"tied": True, **settings},
+    )
+
+
+def _read_sizes(
+    config: HFConfig, defaults: Mapping[str, int], fields: Mapping[str, str]
+) -> dict[str, int]:
+    """Return the extent of each atom, from the common field (`hidden_size`) or else the one of the class (`n_embd`)."""
+
+    def read(atom: str, common_name: str, maximum: int = MAX_AXIS_SIZE) -> int:
+        # `attribute_map` of transformers makes the common name an alias. The class sets its own field
+        # first and the alias after it, so the alias wins if a config has both.
+        class_name = fields.get(atom, common_name)
+        class_value = read_size(config, class_name, defaults[atom], maximum)
+        return read_size(config, common_name, class_value, maximum)
+
+    embed = read("embed", "hidden_size")
+    heads = read("heads", "num_attention_heads")
+    if embed % heads:
+        raise invalid_config_error(f"{heads} attention heads do not divide the width {embed}")
+    width = defaults.get("mlp", 4 * embed)
+    if "mlp" in fields:
+        width = read_size(config, fields["mlp"], width)
+    return {
+        "vocab": read_size(config, "vocab_size", defaults["vocab"]),
+        "positions": read("positions", "max_position_embeddings"),
+        "layers": read("layers", "num_hidden_layers", MAX_LAYERS),
+        "embed": embed,
+        # Number of parts of a fused tensor.
+        "qkv": 3,
+        "heads": heads,
+        "head_dim": embed // heads,
+        "mlp": width,
+    }
+
+
+def _read_arch(
+    config: HFConfig, axis_sizes: Sizes, *, activation: tuple[str, str] | str
+) -> ArchConfig:
+    if isinstance(activation, tuple):
+        activation = read_activation(config, *activation)
+    return ArchConfig(
+        norm="layer",
+        norm_eps=read_positive(config, "layer_norm_epsilon", 1e-5),
+        activation=activation,
+        has_gated_mlp=False,
+        attn_scale=axis_sizes["head_dim"] ** -0.5,
+        sliding_windows=(FULL_ATTENTION,) * axis_sizes["layers"],
+        rope=None,
+        max_positions=axis_sizes["positions"],
+        init_std=read_positive(config, "initializer_range", 0.02),
+    )
+
+
+def check_n_embed(config: HFConfig, sizes: Sizes) -> dict[str, int]:
+    """Raise PrepError if `n_embed`, an older name of `hidden_size`, has another value. There are no further sizes."""
+    older = config.get("n_embed")
+    width = config.get("hidden_size")
+    if older is not None and width is not None and older != width:
+        raise invalid_config_error(f"n_embed is {older!r:.60}, but hidden_size is {width!r:.60}")
+    return {}
+
 
 # --- GPT-2 and GPT-BigCode
 
@@ -65,7 +243,7 @@ def _init_stds(config: HFConfig, sizes: Sizes) -> tuple[tuple[str, float], ...]:
 def _bigcode_qkv() -> Parameters:
     by_head = qkv_by_head("attn.c_attn")
     parameters: Parameters = {}
-    for path, parameter in multi_query_qkv("attn.c_attn").items():
+    for path, parameter in grouped_qkv("attn.c_attn").items():
         parameters[path] = dataclasses.replace(
             parameter, condition=HAS_MULTI_QUERY, else_row=by_head[path].row
         )
@@ -124,7 +302,7 @@ def _fairseq_layer(bias: Condition = ALWAYS, norm_weights: Condition = ALWAYS) -
         **norm("attn_norm", "self_attn_layer_norm", norm_weights),
         **attention("self_attn.{}_proj", out_name="out", bias=bias, out_bias=bias),
         **norm("mlp_norm", "final_layer_norm", norm_weights),
-        **mlp("fc1", "fc2", bias),
+        **plain_mlp("fc1", "fc2", bias),
     }
 
 
@@ -149,10 +327,6 @@ def _projects_embeddings(config: HFConfig) -> bool:
 def _has_final_norm(config: HFConfig) -> bool:
     # transformers keeps this field for checkpoints that were fine-tuned before its version 4.20.1.
     return HAS_PRE_NORM(config) and not config.get("_remove_final_layer_norm")
-
-
-def _has_final_norm_weights(config: HFConfig) -> bool:
-    return _has_final_norm(config) and HAS_NORM_WEIGHTS(config)
 
 
 def _check_sinusoids(config: HFConfig, sizes: Sizes) -> dict[str, int]:
@@ -198,10 +372,6 @@ def _attn_config(config: HFConfig) -> HFConfig:
     if not isinstance(fields, Mapping):
         raise invalid_config_error(f"attn_config is {fields!r:.60}, it must be an object")
     return fields
-
-
-def _softmax_scale(config: HFConfig, sizes: Sizes) -> float:
-    return read_positive(_attn_config(config), "softmax_scale", sizes["head_dim"] ** -0.5)
 
 
 def _qkv_clip(config: HFConfig, sizes: Sizes) -> float:
@@ -251,7 +421,7 @@ FAMILIES = by_name(
             **norm("attn_norm", "ln_1"),
             **attention("attn.attention.{}_proj", out_name="out", out_bias=ALWAYS),
             **norm("mlp_norm", "ln_2"),
-            **mlp("mlp.c_fc", "mlp.c_proj"),
+            **plain_mlp("mlp.c_fc", "mlp.c_proj", ALWAYS),
         },
         choices={"attn_scale": 1.0, "sliding_windows": _neo_windows},
         dropped=mask_buffers("h.{i}.attn.attention"),
@@ -269,7 +439,7 @@ FAMILIES = by_name(
             **_bigcode_qkv(),
             **attention_output("attn.c_proj"),
             **norm("mlp_norm", "ln_2"),
-            **mlp("mlp.c_fc", "mlp.c_proj"),
+            **plain_mlp("mlp.c_fc", "mlp.c_proj", ALWAYS),
         },
         choices={"attn_scale": _attn_scale},
         dropped=mask_buffers("h.{i}.attn"),
@@ -295,7 +465,11 @@ FAMILIES = by_name(
         layers="decoder.layers.{layers}",
         layer=_fairseq_layer(HAS_BIAS, HAS_NORM_WEIGHTS),
         after={
-            **norm("final_norm", "decoder.final_layer_norm", _has_final_norm_weights),
+            **norm(
+                "final_norm",
+                "decoder.final_layer_norm",
+                lambda config: _has_final_norm(config) and HAS_NORM_WEIGHTS(config),
+            ),
             **matrix(
                 "project_out",
                 "word_embed embed <- decoder.project_out.weight: word_embed embed",
@@ -370,7 +544,7 @@ FAMILIES = by_name(
             **qkv_by_head("self_attention.query_key_value"),
             **attention_output("self_attention.dense"),
             **norm("mlp_norm", "post_attention_layernorm"),
-            **mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+            **plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", ALWAYS),
         },
         choices=ALIBI,
         check=_check_residual,
@@ -393,13 +567,15 @@ FAMILIES = by_name(
             **fused_qkv("attn.Wqkv", "(qkv={} heads head_dim) embed", NEVER),
             **attention_output("attn.out_proj", NEVER),
             **rms_norm("mlp_norm", "embed <- norm_2.weight: embed"),
-            **mlp("ffn.up_proj", "ffn.down_proj", NEVER),
+            **plain_mlp("ffn.up_proj", "ffn.down_proj", NEVER),
         },
         after={
             **rms_norm("final_norm", "embed <- norm_f.weight: embed"),
             **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
         },
-        choices={**ALIBI, "attn_scale": _softmax_scale, "qkv_clip": _qkv_clip},
+        choices={**ALIBI, "attn_scale": lambda config, sizes: read_positive(
+                _attn_config(config), "softmax_scale", sizes["head_dim"] ** -0.5
+            ), "qkv_clip": _qkv_clip},
         check=_check_fixed_fields,
         # The config has the dropout rates inside `attn_config`, not as top-level fields.
         dropout_fields=DropoutFields(attention=None),

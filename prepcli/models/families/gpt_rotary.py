@@ -6,26 +6,36 @@ from functools import partial
 
 from prepcli.algebra.axis_map import BIASED_LAYERS, UNBIASED_LAYERS
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
-from prepcli.models.declaration import Choices, LayerGroup, Sizes, by_name, changed
-from prepcli.models.dropout_config import DropoutFields
-from prepcli.models.families._gpt_style import (
+from prepcli.models.declaration import (
+    Choices,
+    LayerGroup,
+    Parameters,
+    Sizes,
+    attention,
+    by_name,
+    changed,
+    grouped_qkv,
+    linear,
+    matrix,
+    plain_mlp,
+    positive,
+    unless_false,
+)
+from prepcli.models.families.gpt import (
     ROTARY_BUFFER,
     attention_output,
     check_n_embed,
     embeddings,
     gpt_like,
     mask_buffers,
-    mlp,
-    multi_query_qkv,
     norm,
     outputs,
     pdrop,
-    positive,
     qkv_by_head,
 )
-from prepcli.models.parameters import NEVER, HFConfig, Parameter, if_set, read_size
+from prepcli.models.layer_config import DropoutFields
+from prepcli.models.parameters import ALWAYS, NEVER, HFConfig, Parameter, if_set, read_size
 from prepcli.models.rope_config import Rope, check_rotary_dim, read_rope
-from prepcli.models.rows import Parameters, attention, linear, matrix, unless_false
 
 # --- GPT-J and CodeGen
 
@@ -82,7 +92,7 @@ def _check_rotary_dim(config: HFConfig, sizes: Sizes) -> None:
 # --- GPT-NeoX and GPT-NeoX Japanese
 
 HAS_BIAS = unless_false("attention_bias")
-NEOX_MLP = mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+NEOX_MLP = plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", ALWAYS)
 NEOX_BUFFERS = {
     **mask_buffers("layers.{i}.attention"),
     "layers.{i}.attention.rotary_emb.inv_freq": ROTARY_BUFFER,
@@ -126,10 +136,6 @@ def _shape_groups(config: HFConfig, sizes: Sizes) -> tuple[tuple[str, tuple[int,
 IS_PARALLEL = unless_false("parallel_attn")
 
 
-def _falcon_sizes(config: HFConfig, sizes: Sizes) -> dict[str, int]:
-    return {**check_n_embed(config, sizes), "kv_heads": 1}
-
-
 def _check_heads_and_norms(config: HFConfig, sizes: Sizes) -> None:
     if config.get("new_decoder_architecture") or not config.get("multi_query", True):
         what = "this form of queries, keys and values is not supported"
@@ -150,7 +156,7 @@ FAMILIES = by_name(
         layer={
             **norm("attn_norm", "ln_1"),
             **attention("attn.{}_proj", out_name="out"),
-            **mlp("mlp.fc_in", "mlp.fc_out"),
+            **plain_mlp("mlp.fc_in", "mlp.fc_out", ALWAYS),
         },
         after=GPTJ_OUTPUTS,
         choices=GPTJ,
@@ -167,7 +173,7 @@ FAMILIES = by_name(
         layer={
             **norm("attn_norm", "ln_1"),
             **_codegen_attention(),
-            **mlp("mlp.fc_in", "mlp.fc_out"),
+            **plain_mlp("mlp.fc_in", "mlp.fc_out", ALWAYS),
         },
         after=GPTJ_OUTPUTS,
         choices=GPTJ,
@@ -216,7 +222,7 @@ FAMILIES = by_name(
         layer={
             **norm("attn_norm", "input_layernorm"),
             **norm("mlp_norm", "post_attention_layernorm"),
-            **mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", NEVER),
+            **plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", NEVER),
         },
         groups={
             UNBIASED_LAYERS: LayerGroup(JAPANESE_ATTENTION, _unbiased_layers, may_be_all=False),
@@ -236,15 +242,15 @@ FAMILIES = by_name(
         "Falcon 7B: one head of keys and values, and attention and MLP of one normalized input.",
         defaults={"vocab": 65024, "positions": 2048, "embed": 4544, "layers": 32, "heads": 71},
         fields={"embed": "n_embed", "mlp": "ffn_hidden_size"},
-        more_sizes=_falcon_sizes,
+        more_sizes=lambda config, sizes: {**check_n_embed(config, sizes), "kv_heads": 1},
         activation=("activation", "gelu"),
         before=embeddings("word_embeddings"),
         layer={
             **norm("attn_norm", "input_layernorm"),
-            **multi_query_qkv("self_attention.query_key_value", if_set("bias")),
+            **grouped_qkv("self_attention.query_key_value", if_set("bias")),
             **attention_output("self_attention.dense", if_set("bias")),
             **norm("mlp_norm", "post_attention_layernorm", lambda config: not IS_PARALLEL(config)),
-            **mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", if_set("bias")),
+            **plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", if_set("bias")),
         },
         choices={
             "block_type": lambda config, _: "parallel_one_norm" if IS_PARALLEL(config) else "pre",

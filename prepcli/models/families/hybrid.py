@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,20 @@ from prepcli.algebra.axis_map import (
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
 from prepcli.core.json_values import HFConfig
 from prepcli.models.architecture import read_positive
-from prepcli.models.declaration import Choices, LayerGroup, LayerNumbers, Sizes, by_name
+from prepcli.models.declaration import (
+    Choices,
+    LayerGroup,
+    LayerNumbers,
+    Parameters,
+    Sizes,
+    by_name,
+    linear,
+    mark_part,
+    matrix,
+    rms_norm,
+    separate_qkv,
+    unless_false,
+)
 from prepcli.models.families._llama_style import (
     PRE_NORMS,
     gated_mlp,
@@ -28,11 +41,11 @@ from prepcli.models.families._moe_style import (
     GATED_SHARED_EXPERTS,
     correction,
     dense_and_sparse_layers,
+    expert_matrices,
     read_dense_layers_by_step,
 )
 from prepcli.models.layer_config import Mixer, Router
 from prepcli.models.parameters import NEVER, Condition, Parameter, if_set, read_count, read_size
-from prepcli.models.rows import Parameters, linear, matrix, rms_norm, separate_qkv, unless_false
 
 # --- Types of layers, and groups of them
 
@@ -46,11 +59,7 @@ OLD_LAYER_TYPES = {"mamba": LINEAR, "attention": FULL}
 def read_layer_types(
     listed: Any, layers: int, names: Sequence[str], default: Callable[[int], str]
 ) -> tuple[str, ...]:
-    """Return the type of each layer: from the list in a config, or the default of its number.
-
-    Raises:
-        PrepError: The list has another length, or a name that is not in `names`.
-    """
+    """Return the type of each layer: from the list in a config, or the default of its number."""
     if listed is None:
         listed = [default(layer) for layer in range(layers)]
     if isinstance(listed, list):
@@ -131,27 +140,12 @@ VALUES = "mixer_groups group_heads mixer_head_dim"
 HEADS = "mixer_groups group_heads"
 
 
-def mark_part(parts: Mapping[str, str], name: str) -> str:
-    """Return a dim of unequal parts with one of them marked.
-
-    >>> mark_part({"a": "x y", "b": "z"}, "b")
-    '(x y | >z)'
-    """
-    marked = [f">{dims}" if part == name else dims for part, dims in parts.items()]
-    return f"({' | '.join(marked)})"
-
-
 def convolution(
     path: str, module: str, leaf_dims: str, channels: str, bias: Condition | None
 ) -> Parameters:
     """Return the parameters of a causal convolution with one filter per channel.
 
-    Args:
-        path: Path in the tree.
-        module: Name of the module.
-        leaf_dims: Dims of the channels in the leaf.
-        channels: Dim of the channels in the tensor.
-        bias: When it has a bias.
+    `leaf_dims` and `channels` are the dims of the channels in the leaf and in the tensor.
     """
     weight = f"{leaf_dims} kernel <- {module}.weight: {channels} 1 kernel"
     if bias is None:
@@ -161,20 +155,8 @@ def convolution(
 
 
 def feed_forward_experts(gate: str, up: str, down: str) -> Parameters:
-    """Return the parameters of experts, by the names of matrices of the module `feed_forward.experts`.
-
-    The alternates are the fused tensors of transformers 5.
-    """
-    experts = "feed_forward.experts"
-    row = f"experts mlp embed <- {experts}.{{{{experts}}}}.{{}}.weight: mlp embed"
-    narrow = f"experts embed mlp <- {experts}.{{experts}}.{down}.weight: embed mlp"
-    fused = f"experts mlp embed <- {experts}.gate_up_proj: experts (gate_up={{}} mlp) embed"
-    fused_down = f"experts embed mlp <- {experts}.down_proj: experts embed mlp"
-    return {
-        **matrix("mlp.gate", row.format(gate), alternate=fused.format(0)),
-        **matrix("mlp.up", row.format(up), alternate=fused.format(1)),
-        **matrix("mlp.down", narrow, alternate=fused_down),
-    }
+    """Return the matrices of experts of the module `feed_forward`."""
+    return expert_matrices("feed_forward.experts", (gate, up, down), "feed_forward.experts")
 
 
 # --- LFM2
@@ -421,10 +403,7 @@ FAMILIES = by_name(
         "lfm2_moe",
         "LFM2-MoE: LFM2 with experts in all layers but the first ones, chosen by corrected sigmoid scores.",
         layer=LFM2_NORMS,
-        groups={
-            **CONV_GROUPS,
-            **dense_and_sparse_layers(_first_dense_layers, _lfm2_experts(), _lfm2_mlp("dense_mlp")),
-        },
+        groups={**CONV_GROUPS, **dense_and_sparse_layers(_first_dense_layers, _lfm2_experts(), _lfm2_mlp("dense_mlp"))},
         defaults={"vocab": 65536, "embed": 2048, "mlp": 7168, "kv_heads": 8},
         more_sizes=_lfm2_moe_sizes,
         choices={
@@ -459,9 +438,7 @@ FAMILIES = by_name(
         choices={
             **DELTA_CHOICES,
             **sparse_choices(read_dense_layers_by_step, 10),
-            "router": lambda config, sizes: Router(
-                is_normalized=bool(config.get("norm_topk_prob", True))
-            ),
+            "router": lambda config, sizes: Router(is_normalized=bool(config.get("norm_topk_prob", True))),
         },
     ),
     _qwen_like(
@@ -478,17 +455,8 @@ FAMILIES = by_name(
         "Qwen3.5-MoE (the language model): the layers of Qwen3.5, with experts in place of the MLP.",
         layer={**PRE_NORMS, **GATED_SHARED_EXPERTS},
         groups=QWEN3_5_GROUPS,
-        defaults={
-            **{"vocab": 248_320, "embed": 2048, "layers": 40},
-            **{"heads": 16, "kv_heads": 2, "head_dim": 256},
-        },
-        more_sizes=lambda config, sizes: {
-            **_delta_sizes(config, sizes),
-            **_expert_sizes(config, experts=256),
-        },
-        choices={
-            **DELTA_CHOICES,
-            **experts_choice(8),
-        },
+        defaults={**{"vocab": 248_320, "embed": 2048, "layers": 40}, **{"heads": 16, "kv_heads": 2, "head_dim": 256}},
+        more_sizes=lambda config, sizes: {**_delta_sizes(config, sizes), **_expert_sizes(config, experts=256)},
+        choices={**DELTA_CHOICES, **experts_choice(8)},
     ),
-)
+)  # fmt: skip

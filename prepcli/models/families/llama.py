@@ -11,8 +11,13 @@ from prepcli.models.architecture import (
     read_positive,
     read_sliding_windows,
 )
-from prepcli.models.declaration import Choices, Sizes, by_name, changed
-from prepcli.models.dropout_config import DropoutFields
+from prepcli.models.declaration import (
+    Sizes,
+    by_name,
+    changed,
+    plain_mlp,
+    unless_false,
+)
 from prepcli.models.families._llama_style import (
     BIASED_ATTENTION,
     BIASED_MLP,
@@ -23,16 +28,15 @@ from prepcli.models.families._llama_style import (
     gated_mlp,
     heads_that_fill_width,
     llama_like,
-    plain_mlp,
-    read_rotating_layers,
-    read_upper_layer_windows,
+    read_layers_without_rope,
+    read_qwen_window,
+    rope_reader,
     uniform_window,
+    windows,
 )
-from prepcli.models.parameters import ALWAYS, if_set, read_size
+from prepcli.models.layer_config import DropoutFields
+from prepcli.models.parameters import ALWAYS, if_set, read_count, read_size
 from prepcli.models.rope_config import QueryScale, Rope, read_rope
-from prepcli.models.rows import (
-    unless_false,
-)
 
 
 def half_sizes(config: HFConfig, sizes: Sizes) -> dict[str, int]:
@@ -43,21 +47,20 @@ def half_sizes(config: HFConfig, sizes: Sizes) -> dict[str, int]:
 # --- Windows, and layers without rotation
 
 
-UPPER_WINDOWS: Choices = {
-    "sliding_windows": lambda config, sizes: read_upper_layer_windows(config, sizes["layers"])
-}
-
-
-def _rotating_layers(config: HFConfig, sizes: Sizes) -> list[bool]:
-    return read_rotating_layers(config, sizes["layers"])
+def _upper_windows(config: HFConfig, sizes: Sizes) -> tuple[int, ...]:
+    """Return the windows of Qwen: layers from `max_window_layers` on slide if `use_sliding_window` is true."""
+    window = read_qwen_window(config)
+    # The default of Qwen2Config and Qwen3Config.
+    first = read_count(config, "max_window_layers", 28)
+    return read_sliding_windows(config, sizes["layers"], window, lambda layer: layer >= first)
 
 
 def _smollm3_windows(config: HFConfig, sizes: Sizes) -> tuple[int, ...]:
-    rotates = _rotating_layers(config, sizes)
+    unrotated = read_layers_without_rope(config, sizes)
     window = config.get("sliding_window")
     if config.get("layer_types") is None and not config.get("use_sliding_window"):
         window = None
-    return read_sliding_windows(config, sizes["layers"], window, lambda layer: not rotates[layer])
+    return read_sliding_windows(config, sizes["layers"], window, lambda layer: layer in unrotated)
 
 
 # --- Rotary embeddings with defaults of their own
@@ -70,16 +73,6 @@ MINISTRAL3_ROPE: JsonObject = {
     "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
-
-
-def _read_cwm_rope(config: HFConfig, sizes: Sizes) -> Rope:
-    stored = config.get("rope_parameters")
-    return read_rope(
-        changed(config, rope_parameters=CWM_ROPE if stored is None else stored),
-        sizes["head_dim"],
-        max_positions=read_size(config, "max_position_embeddings", 131_072),
-        default_theta=1_000_000.0,
-    )
 
 
 def _read_ministral3_rope(config: HFConfig, sizes: Sizes) -> Rope:
@@ -130,10 +123,7 @@ FAMILIES = by_name(
         "LLaMA 1, 2, 3, 3.1 and 3.2: rotary embedding, grouped-query attention, gated MLP.",
         layer={**PRE_NORMS, **BIASED_ATTENTION, **BIASED_MLP},
         more_sizes=half_sizes,
-        dropped={
-            **LEGACY_BUFFERS,
-            "rope.freqs": "rotary frequencies of Meta's files, computed from the config",
-        },
+        dropped={**LEGACY_BUFFERS, "rope.freqs": "rotary frequencies of Meta's files, computed from the config"},
     ),
     llama_like(
         "mistral",
@@ -150,11 +140,7 @@ FAMILIES = by_name(
         layer={**PRE_NORMS, **attention(), **gated_mlp()},
         defaults={"mlp": 14336, "kv_heads": 8},
         positions=131_072,
-        choices={
-            "sliding_windows": lambda config, sizes: read_sliding_windows(
-                config, sizes["layers"], config.get("sliding_window", 4096), lambda layer: True
-            )
-        },
+        choices={"sliding_windows": windows(4096, lambda layer: True)},
     ),
     llama_like(
         "ministral3",
@@ -173,7 +159,7 @@ FAMILIES = by_name(
         layer={**PRE_NORMS, **attention(bias=ALWAYS), **gated_mlp()},
         defaults={"vocab": 151_936, "mlp": 22016, "kv_heads": 32},
         positions=32768,
-        choices=UPPER_WINDOWS,
+        choices={"sliding_windows": _upper_windows},
     ),
     llama_like(
         "qwen3",
@@ -181,7 +167,7 @@ FAMILIES = by_name(
         layer={**PRE_NORMS, **BIASED_ATTENTION, **QK_NORMS, **gated_mlp()},
         defaults={"vocab": 151_936, "mlp": 22016, "kv_heads": 32, "head_dim": 128},
         positions=32768,
-        choices=UPPER_WINDOWS,
+        choices={"sliding_windows": _upper_windows},
         ignores=("use_qk_norm",),
     ),
     llama_like(
@@ -192,11 +178,7 @@ FAMILIES = by_name(
         positions=32768,
         rope_theta=2_000_000.0,
         choices={
-            "layers_without_rope": lambda config, sizes: tuple(
-                layer
-                for layer, rotates in enumerate(_rotating_layers(config, sizes))
-                if not rotates
-            ),
+            "layers_without_rope": read_layers_without_rope,
             "sliding_windows": _smollm3_windows,
         },
         tied=True,
@@ -209,18 +191,9 @@ FAMILIES = by_name(
             **attention(bias=unless_false("attention_bias"), out_bias=if_set("attention_out_bias")),
             **BIASED_MLP,
         },
-        defaults={
-            "vocab": 155_136,
-            "mlp": 27648,
-            "layers": 64,
-            "heads": 80,
-            "kv_heads": 8,
-            "head_dim": 128,
-        },
+        defaults={"vocab": 155_136, "mlp": 27648, "layers": 64, "heads": 80, "kv_heads": 8, "head_dim": 128},
         positions=524_288,
-        dropout_fields=DropoutFields(
-            attention=("attention_dropout", 0.1), residual=("residual_dropout", 0.1)
-        ),
+        dropout_fields=DropoutFields(attention=("attention_dropout", 0.1), residual=("residual_dropout", 0.1)),
     ),
     llama_like(
         "arcee",
@@ -317,15 +290,8 @@ FAMILIES = by_name(
             "head_dim": 128,
         },
         positions=131_072,
-        rope=_read_cwm_rope,
+        rope=rope_reader(131_072, 1_000_000.0, CWM_ROPE),
         norm_eps=1e-5,
-        choices={
-            "sliding_windows": lambda config, sizes: read_sliding_windows(
-                config,
-                sizes["layers"],
-                config.get("sliding_window", 8192),
-                lambda layer: layer % 4 != 0,
-            )
-        },
+        choices={"sliding_windows": windows(8192, lambda layer: layer % 4 != 0)},
     ),
-)
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""LLaMA with other activations, further parameters, or parameters that are fused or named otherwise. No I/O, no jax."""
+"""LLaMA with factors, sinks, other activations, or parameters that are fused or named otherwise. No I/O, no jax."""
 
 from __future__ import annotations
 
@@ -7,12 +7,27 @@ from typing import Any
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
 from prepcli.core.json_values import HFConfig, JsonObject
 from prepcli.models.architecture import (
+    FULL_ATTENTION,
     LAMBDA_VECTORS,
     XIELU,
     read_positive,
 )
-from prepcli.models.declaration import Sizes, by_name, changed
-from prepcli.models.dropout_config import DropoutFields
+from prepcli.models.declaration import (
+    Choices,
+    Parameters,
+    Sizes,
+    by_name,
+    changed,
+    grouped_qkv,
+    linear,
+    matrix,
+    plain_mlp,
+    positive,
+    rms_norm,
+    separate_qkv,
+    under_condition,
+    unless_false,
+)
 from prepcli.models.families._llama_style import (
     BIASED_ATTENTION,
     BIASED_MLP,
@@ -21,19 +36,14 @@ from prepcli.models.families._llama_style import (
     QK_NORMS,
     gated_mlp,
     llama_like,
-    plain_mlp,
     rms_norms,
+    rope_reader,
     uniform_window,
+    windows,
 )
-from prepcli.models.parameters import Parameter, if_set, read_size
-from prepcli.models.rope_config import Rope, read_rope
-from prepcli.models.rows import (
-    Parameters,
-    linear,
-    matrix,
-    rms_norm,
-    separate_qkv,
-)
+from prepcli.models.layer_config import DropoutFields
+from prepcli.models.parameters import NEVER, Parameter, if_set, read_size
+from prepcli.models.rope_config import Rope, read_rope, read_scaling
 
 APERTUS_ROPE: JsonObject = {
     "rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "original_max_position_embeddings": 8192,
@@ -46,14 +56,6 @@ PHI3_ROPE_TYPES = {
     "su": "longrope",
     "yarn": "longrope",
 }
-
-
-def _read_apertus_rope(config: HFConfig, sizes: Sizes) -> Rope:
-    """Read the rotary embedding. A config without a scaling has the one of ApertusConfig."""
-    max_positions = read_size(config, "max_position_embeddings", 65536)
-    if config.get("rope_parameters") is None and not config.get("rope_scaling"):
-        config = changed(config, rope_parameters=APERTUS_ROPE)
-    return read_rope(config, sizes["head_dim"], max_positions=max_positions, default_theta=12e6)
 
 
 def _read_phi3_rope(config: HFConfig, sizes: Sizes) -> Rope:
@@ -146,19 +148,12 @@ EXAONE_LAYER: Parameters = {
         "embed heads head_dim <- attn.attention.out_proj.weight: embed (heads head_dim)",
         if_set("attention_bias"),
     ),
-    **linear("mlp.gate", "mlp embed <- mlp.c_fc_0.weight: mlp embed", if_set("mlp_bias")),
-    **linear("mlp.up", "mlp embed <- mlp.c_fc_1.weight: mlp embed", if_set("mlp_bias")),
-    **linear("mlp.down", "embed mlp <- mlp.c_proj.weight: embed mlp", if_set("mlp_bias")),
+    **gated_mlp(if_set("mlp_bias"), names=("c_fc_0", "c_fc_1", "c_proj")),
 }
-# The parts of the fused tensor have different extents. With 4 heads and 2 kv_heads of 8 elements, rows 0 to 31 are
-# queries, 32 to 47 keys, and 48 to 63 values.
-PHI3_QKV = "head_dim embed <- self_attn.qkv_proj.weight"
 PHI3_ATTENTION: Parameters = {
-    **matrix("attn.q", f"heads {PHI3_QKV}: (>heads head_dim | kv_heads head_dim | kv_heads head_dim) embed"),
-    **matrix("attn.k", f"kv_heads {PHI3_QKV}: (heads head_dim | >kv_heads head_dim | kv_heads head_dim) embed"),
-    **matrix("attn.v", f"kv_heads {PHI3_QKV}: (heads head_dim | kv_heads head_dim | >kv_heads head_dim) embed"),
+    **grouped_qkv("self_attn.qkv_proj", NEVER),
     **matrix("attn.o", "embed heads head_dim <- self_attn.o_proj.weight: embed (heads head_dim)"),
-}  # fmt: skip
+}
 XIELU_SCALARS: Parameters = {
     **matrix("mlp.xielu_alpha_p", " <- mlp.act_fn.alpha_p: 1"),
     **matrix("mlp.xielu_alpha_n", " <- mlp.act_fn.alpha_n: 1"),
@@ -182,6 +177,79 @@ DOGE_SCORES: Parameters = {
 }
 
 
+# --- Granite: factors, windows and attention sinks
+
+# Without `attention_multiplier` the scores are not scaled. In other families they are.
+GRANITE_FACTORS: Choices = {
+    "attn_scale": positive("attention_multiplier", 1.0),
+    "embed_scale": positive("embedding_multiplier", 1.0),
+    "residual_scale": positive("residual_multiplier", 1.0),
+    # The logits are divided by `logits_scaling`.
+    "lm_head_input_scale": lambda config, sizes: 1 / read_positive(config, "logits_scaling", 1.0),
+}
+SINKS: Parameters = {"attn.sinks.bias": Parameter("heads <- self_attn.sinks: heads")}
+
+
+def windows_and_sinks(max_positions: int) -> Choices:
+    """Return the choices of Granite with windows: sinks, and a rotary base for each type of layer."""
+
+    def rope_of(is_full: bool, config: HFConfig, sizes: Sizes) -> Rope:
+        bases = _bases(config, sizes, max_positions)
+        (theta,) = bases[is_full] or bases[not is_full] or {_rope(config, sizes).theta}
+        scaling = {**read_scaling(config), "rope_theta": theta}
+        return _rope(changed(config, rope_scaling=None, rope_parameters=scaling), sizes)
+
+    def _rope(config: HFConfig, sizes: Sizes) -> Rope:
+        positions = read_size(config, "max_position_embeddings", max_positions)
+        return read_rope(config, sizes["head_dim"], max_positions=positions)
+
+    return {
+        "rope": lambda config, sizes: rope_of(True, config, sizes),
+        "local_rope": lambda config, sizes: rope_of(False, config, sizes),
+        "layers_without_rope": lambda config, sizes: tuple(
+            layer for layer, theta in enumerate(_thetas(config, sizes, max_positions)) if not theta
+        ),
+        "sliding_windows": GRANITE_WINDOWS,
+        "has_attention_sinks": True,
+    }
+
+
+GRANITE_WINDOWS = windows(128, lambda layer: layer % 4 != 0)
+
+
+def _thetas(config: HFConfig, sizes: Sizes, max_positions: int) -> list[float]:
+    """Return the rotary base of each layer, 0 for a layer without rotation."""
+    layers = sizes["layers"]
+    listed = config.get("layer_rope_theta")
+    if listed is None:
+        positions = read_size(config, "max_position_embeddings", max_positions)
+        return [read_rope(config, sizes["head_dim"], max_positions=positions).theta] * layers
+    thetas: list[float] = []
+    if isinstance(listed, list):
+        thetas = [theta for theta in listed if isinstance(theta, int | float) and theta >= 0]
+    if not isinstance(listed, list) or not len(thetas) == len(listed) == layers:
+        why = f"layer_rope_theta is {listed!r:.80}, it must give {layers} numbers from 0 on"
+        raise invalid_config_error(why)
+    return thetas
+
+
+def _bases(config: HFConfig, sizes: Sizes, max_positions: int) -> dict[bool, set[float]]:
+    """Return the rotary bases of the layers with full attention (True) and of the layers with a window (False)."""
+    thetas = _thetas(config, sizes, max_positions)
+    bases: dict[bool, set[float]] = {True: set(), False: set()}
+    for theta, window in zip(thetas, GRANITE_WINDOWS(config, sizes)):
+        # A base of 0 stands for a layer without rotation.
+        if theta:
+            bases[window == FULL_ATTENTION].add(theta)
+    if any(len(found) > 1 for found in bases.values()):
+        what = "different rotary bases in layers of one type are not supported"
+        raise unsupported_config_error(what, f"layer_rope_theta is {thetas!r:.80}")
+    return bases
+
+
+HAS_POST_NORMS = unless_false("use_post_norm")
+
+
 FAMILIES = by_name(
     llama_like(
         "bitnet",
@@ -189,20 +257,11 @@ FAMILIES = by_name(
         layer={
             **PRE_NORMS,
             **BIASED_ATTENTION,
-            **rms_norm(
-                "attn.o_norm", "heads head_dim <- self_attn.attn_sub_norm.weight: (heads head_dim)"
-            ),
+            **rms_norm("attn.o_norm", "heads head_dim <- self_attn.attn_sub_norm.weight: (heads head_dim)"),
             **gated_mlp(),
             **rms_norm("mlp.down_norm", "mlp <- mlp.ffn_sub_norm.weight: mlp"),
         },
-        defaults={
-            "vocab": 128_256,
-            "embed": 2560,
-            "mlp": 6912,
-            "layers": 30,
-            "heads": 20,
-            "kv_heads": 5,
-        },
+        defaults={"vocab": 128_256, "embed": 2560, "mlp": 6912, "layers": 30, "heads": 20, "kv_heads": 5},
         rope_theta=500_000.0,
         activation="relu2",
         norm_eps=1e-5,
@@ -220,7 +279,7 @@ FAMILIES = by_name(
         },
         defaults={"vocab": 131_072, "mlp": 14336},
         positions=65536,
-        rope=_read_apertus_rope,
+        rope=rope_reader(65536, 12e6, APERTUS_ROPE),
         activation=XIELU,
         activation_field=None,
         norm_eps=1e-5,
@@ -299,4 +358,39 @@ FAMILIES = by_name(
         # Published files have the field. The class always has the norms.
         ignores=("use_qk_norm",),
     ),
-)
+    llama_like(
+        "granite",
+        "Granite: LLaMA with a factor each for embeddings, scores, outputs of sublayers, and logits.",
+        layer={**PRE_NORMS, **BIASED_ATTENTION, **BIASED_MLP},
+        choices=GRANITE_FACTORS,
+    ),
+    llama_like(
+        "granite_swa",
+        "Granite with sliding windows in three of four layers, attention sinks, and a rotary base per layer.",
+        layer={**PRE_NORMS, **BIASED_ATTENTION, **SINKS, **BIASED_MLP},
+        defaults={"vocab": 100_352, "embed": 2560, "mlp": 8192, "layers": 24, "heads": 20, "kv_heads": 4},
+        positions=8192,
+        norm_eps=1e-5,
+        choices={**GRANITE_FACTORS, **windows_and_sinks(8192)},
+        tied=True,
+    ),
+    llama_like(
+        "hyperclovax",
+        "HyperCLOVA X SEED: Granite with optional norms after each sublayer, and logits times a factor.",
+        layer={
+            **PRE_NORMS,
+            **under_condition(rms_norms(attn_post_norm="post_norm1", mlp_post_norm="post_norm2"), HAS_POST_NORMS),
+            **BIASED_ATTENTION,
+            **BIASED_MLP,
+        },
+        choices={
+            **GRANITE_FACTORS,
+            "attn_scale": lambda config, sizes: read_positive(
+                config, "attention_multiplier", sizes["head_dim"] ** -0.5
+            ),
+            # Granite divides the logits by this field.
+            "lm_head_input_scale": positive("logits_scaling", 1.0),
+            "block_type": lambda config, sizes: "sandwich" if HAS_POST_NORMS(config) else "pre",
+        },
+    ),
+)  # fmt: skip

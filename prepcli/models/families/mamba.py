@@ -24,7 +24,23 @@ from prepcli.models.architecture import (
     read_activation,
     read_positive,
 )
-from prepcli.models.declaration import LayerGroup, Sizes, by_name, declare
+from prepcli.models.declaration import (
+    ALWAYS,
+    Condition,
+    LayerGroup,
+    Parameters,
+    Sizes,
+    attention,
+    by_name,
+    declare,
+    embedding,
+    linear,
+    mark_part,
+    matrix,
+    plain_mlp,
+    stack,
+    unless_false,
+)
 from prepcli.models.families import _llama_style
 from prepcli.models.families._llama_style import HEAD, read_experts_per_token, rms_norms
 from prepcli.models.families._moe_style import correction, grouped_router, read_experts
@@ -37,22 +53,10 @@ from prepcli.models.families.hybrid import (
     convolution,
     layer_choice,
     layers_of,
-    mark_part,
     read_layer_types,
 )
 from prepcli.models.layer_config import InitialSteps, Mixer, Router
 from prepcli.models.parameters import MAX_LAYERS, Family, Parameter, if_set, read_size
-from prepcli.models.rows import (
-    ALWAYS,
-    Condition,
-    Parameters,
-    attention,
-    embedding,
-    linear,
-    matrix,
-    stack,
-    unless_false,
-)
 
 # --- Mamba
 
@@ -162,13 +166,8 @@ def mamba2_sizes(
 ) -> dict[str, int]:
     """Return the sizes of Mamba-2.
 
-    Args:
-        config: Content of a config.json.
-        width: Width of all heads together: the width of the layers times the expansion.
-        fields: Config fields in the order of MAMBA2_FIELDS.
-        head_dim: Default of the width of a head. None means that the heads share `width`.
-        groups: Default of the number of groups of heads.
-        state: Default of the width of queries and keys.
+    `width` is that of all heads together. `fields` are in the order of MAMBA2_FIELDS. The other arguments are
+    defaults. Without a default of `head_dim`, the heads share `width`.
     """
     heads_field, head_dim_field, groups_field, state_field, kernel_field = fields
     num_heads = read_size(config, heads_field, 128)
@@ -261,11 +260,7 @@ def _arch(
 ) -> ArchConfig:
     """Return the architecture without its mixers.
 
-    Args:
-        config: Content of a config.json.
-        sizes: Named axis (atom) -> extent.
-        activation: Config field of the activation, and its default.
-        init_std: Default of `initializer_range`.
+    `activation` is a config field and its default. `init_std` is the default of `initializer_range`.
     """
     return ArchConfig(
         norm="rms",
@@ -378,15 +373,7 @@ def _check_nemotron(config: HFConfig, sizes: Sizes) -> None:
         raise unsupported_config_error("models without Mamba-2 are not supported", why)
 
 
-def _plain_mlp(path: str, module: str, mlp: str) -> Parameters:
-    """Return the parameters of an MLP without a gate, by the atom of its hidden units."""
-    bias = if_set("mlp_bias")
-    return {
-        **linear(f"{path}.up", f"{mlp} embed <- {module}.up_proj.weight: {mlp} embed", bias),
-        **linear(f"{path}.down", f"embed {mlp} <- {module}.down_proj.weight: embed {mlp}", bias),
-    }
-
-
+NEMOTRON_BIAS = if_set("mlp_bias")
 # The alternates are the fused tensors of transformers 5.
 NEMOTRON_EXPERTS: Parameters = {
     **matrix("mlp.router", "experts embed <- mixer.gate.weight: experts embed"),
@@ -401,7 +388,13 @@ NEMOTRON_EXPERTS: Parameters = {
         "experts embed mlp <- mixer.experts.{experts}.down_proj.weight: embed mlp",
         alternate="experts embed mlp <- mixer.experts.down_proj: experts embed mlp",
     ),
-    **_plain_mlp("mlp.shared", "mixer.shared_experts", "shared_mlp"),
+    **plain_mlp(
+        "mixer.shared_experts.up_proj",
+        "mixer.shared_experts.down_proj",
+        NEMOTRON_BIAS,
+        path="mlp.shared",
+        mlp="shared_mlp",
+    ),
 }
 
 
@@ -475,7 +468,9 @@ FAMILIES = by_name(
                 attention("mixer.{}_proj", out_name="o", kv_heads="kv_heads"), FULL
             ),
             MIXER_LAYERS: _nemotron_group(OWN_MAMBA2, LINEAR, may_be_all=True),
-            DENSE_LAYERS: _nemotron_group(_plain_mlp("mlp", "mixer", "dense_mlp"), MLP),
+            DENSE_LAYERS: _nemotron_group(
+                plain_mlp("mixer.up_proj", "mixer.down_proj", NEMOTRON_BIAS, mlp="dense_mlp"), MLP
+            ),
             SPARSE_LAYERS: _nemotron_group(NEMOTRON_EXPERTS, MOE),
         },
         choices={

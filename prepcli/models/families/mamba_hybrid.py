@@ -19,10 +19,15 @@ from prepcli.models.architecture import ROPE_FIELDS, read_positive, reject_unsup
 from prepcli.models.declaration import (
     LayerGroup,
     LayerNumbers,
+    Parameters,
     Sizes,
     by_name,
     changed,
+    matrix,
+    positive,
+    rms_norm,
     under_condition,
+    unless_false,
 )
 from prepcli.models.families._llama_style import (
     BIASED_ATTENTION,
@@ -34,8 +39,7 @@ from prepcli.models.families._llama_style import (
     read_experts_per_token,
     rms_norms,
 )
-from prepcli.models.families._moe_style import fused_experts
-from prepcli.models.families.granite import GRANITE_FACTORS
+from prepcli.models.families._moe_style import fused_experts, granite_shared_mlp
 from prepcli.models.families.hybrid import (
     FULL,
     LINEAR,
@@ -47,6 +51,7 @@ from prepcli.models.families.hybrid import (
     other_layers,
     read_layer_types,
 )
+from prepcli.models.families.llama_extended import GRANITE_FACTORS
 from prepcli.models.families.mamba import (
     all_layers,
     mamba,
@@ -58,7 +63,6 @@ from prepcli.models.families.mamba import (
 from prepcli.models.layer_config import Mixer, Router
 from prepcli.models.parameters import if_set, read_count, read_size
 from prepcli.models.rope_config import Rope, read_rope
-from prepcli.models.rows import Parameters, matrix, rms_norm, unless_false
 
 # --- Bamba, and parts that it shares with Granite 4, Falcon-H1 and Jamba
 
@@ -77,11 +81,6 @@ BAMBA_MIXER = mamba2(
     out_bias=if_set("mamba_proj_bias"),
     conv_bias=unless_false("mamba_conv_bias"),
 )
-
-
-def _factor(field: str) -> Callable[[HFConfig, Sizes], float]:
-    """Return the reader of a factor."""
-    return lambda config, sizes: read_positive(config, field, 1.0)
 
 
 def _bamba_sizes(config: HFConfig, sizes: Sizes) -> dict[str, int]:
@@ -152,22 +151,12 @@ def _check_granite(config: HFConfig, sizes: Sizes) -> None:
         raise unsupported_config_error(what, why)
 
 
-def _shared_mlp(path: str, mlp: str) -> Parameters:
-    """Return the parameters of the MLP of every layer, by the atom of its hidden units."""
-    gate_up = f"{mlp} embed <- shared_mlp.input_linear.weight: (gate_up={{}} {mlp}) embed"
-    return {
-        **matrix(f"{path}.gate", gate_up.format(0)),
-        **matrix(f"{path}.up", gate_up.format(1)),
-        **matrix(f"{path}.down", f"embed {mlp} <- shared_mlp.output_linear.weight: embed {mlp}"),
-    }
-
-
 def _granite_mlp() -> Parameters:
     """Return the parameters of the experts with the shared MLP, or of the shared MLP alone."""
-    shared = _shared_mlp("mlp.shared", "shared_mlp")
+    shared = granite_shared_mlp("mlp.shared", "shared_mlp")
     parameters = under_condition({**fused_experts(), **shared}, _has_experts)
     # The gate of the experts and the gate of the dense MLP have one path, so one is the other's `else_row`.
-    for path, dense in _shared_mlp("mlp", "mlp").items():
+    for path, dense in granite_shared_mlp("mlp", "mlp").items():
         parameters[path] = dataclasses.replace(parameters[path], else_row=dense.row)
     return parameters
 
@@ -347,14 +336,14 @@ FAMILIES = by_name(
         positions=8192,
         norm_eps=1e-5,
         choices={
-            "embed_scale": _factor("embedding_multiplier"),
-            "lm_head_input_scale": _factor("lm_head_multiplier"),
+            "embed_scale": positive("embedding_multiplier", 1.0),
+            "lm_head_input_scale": positive("lm_head_multiplier", 1.0),
             # Scores are linear in the keys.
             "attn_scale": lambda config, sizes: (
                 sizes["head_dim"] ** -0.5 * read_positive(config, "key_multiplier", 1.0)
             ),
-            "attn_input_scale": _factor("attention_in_multiplier"),
-            "attn_output_scale": _factor("attention_out_multiplier"),
+            "attn_input_scale": positive("attention_in_multiplier", 1.0),
+            "attn_output_scale": positive("attention_out_multiplier", 1.0),
             "gate_scale": _mlp_factor(0),
             "mlp_output_scale": _mlp_factor(1),
             "mixer": _read_falcon_mixer,
@@ -386,4 +375,4 @@ FAMILIES = by_name(
         },
         check=_check_jamba,
     ),
-)
+)  # fmt: skip

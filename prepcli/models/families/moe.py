@@ -7,8 +7,16 @@ from collections.abc import Mapping
 
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
 from prepcli.core.json_values import JsonObject
-from prepcli.models.architecture import read_positive, read_sliding_windows
-from prepcli.models.declaration import Sizes, by_name, changed
+from prepcli.models.architecture import read_positive
+from prepcli.models.declaration import (
+    Parameters,
+    Sizes,
+    by_name,
+    linear,
+    matrix,
+    rms_norm,
+    unless_false,
+)
 from prepcli.models.families._llama_style import (
     ALL_HEADS_QK_NORMS,
     BIASED_ATTENTION,
@@ -17,25 +25,31 @@ from prepcli.models.families._llama_style import (
     PRE_LAYER_NORMS,
     PRE_NORMS,
     attention,
+    partial_rope,
     read_experts_per_token,
-    read_partial_rope,
+    rope_reader,
     uniform_window,
+    windows,
 )
 from prepcli.models.families._moe_style import (
     NUMBERED_EXPERTS,
     correction,
     experts,
     fused_experts,
+    granite_shared_mlp,
     moe_like,
     normalized_router,
     shared_experts,
 )
-from prepcli.models.families.granite import GRANITE_FACTORS, SINKS, windows_and_sinks
-from prepcli.models.families.llama_extended import read_static_rope
+from prepcli.models.families.llama_extended import (
+    GRANITE_FACTORS,
+    SINKS,
+    read_static_rope,
+    windows_and_sinks,
+)
 from prepcli.models.layer_config import ClampedSwiglu, Router
 from prepcli.models.parameters import HFConfig, Parameter, if_set, read_count, read_size
 from prepcli.models.rope_config import Rope, check_rotary_dim, read_rope
-from prepcli.models.rows import Parameters, linear, matrix, rms_norm, unless_false
 
 # --- Granite: shared experts in some models
 
@@ -49,16 +63,7 @@ def _has_granite_shared_mlp(config: HFConfig) -> bool:
     return _read_granite_shared_mlp(config) > 0
 
 
-def _granite_shared_experts() -> Parameters:
-    """Return the parameters of the shared experts. The gate comes before up in one tensor."""
-    gate_up = "shared_mlp embed <- shared_mlp.input_linear.weight: (gate_up={} shared_mlp) embed"
-    down = "embed shared_mlp <- shared_mlp.output_linear.weight: embed shared_mlp"
-    return {
-        **matrix("mlp.shared.gate", gate_up.format(0), condition=_has_granite_shared_mlp),
-        **matrix("mlp.shared.up", gate_up.format(1), condition=_has_granite_shared_mlp),
-        **matrix("mlp.shared.down", down, condition=_has_granite_shared_mlp),
-    }
-
+GRANITE_SHARED = granite_shared_mlp("mlp.shared", "shared_mlp", _has_granite_shared_mlp)
 
 # --- Phi-3.5-MoE: SparseMixer
 
@@ -67,11 +72,7 @@ PHIMOE_ROPE_TYPES = {name: name for name in ("default", "linear", "llama3", "yar
 
 
 def _read_phimoe_rope(config: HFConfig, sizes: Sizes) -> Rope:
-    """Read the rotary embedding. A scaled one has a factor of cosine and sine for short and for long rows.
-
-    Raises:
-        PrepError: The two factors differ, or a field is invalid.
-    """
+    """Read the rotary embedding. A scaled one has a factor of cosine and sine for short and for long rows."""
     rope = read_rope(
         config,
         sizes["head_dim"],
@@ -128,17 +129,6 @@ GPT_OSS_ROPE: JsonObject = {
 }  # fmt: skip
 
 
-def _read_gpt_oss_rope(config: HFConfig, sizes: Sizes) -> Rope:
-    if config.get("rope_parameters") is None:
-        config = changed(config, rope_parameters=GPT_OSS_ROPE)
-    return read_rope(
-        config,
-        sizes["head_dim"],
-        max_positions=read_size(config, "max_position_embeddings", 131_072),
-        default_theta=150_000.0,
-    )
-
-
 def _gpt_oss_experts() -> Parameters:
     """Return the parameters of the experts. Gate and up alternate in the columns of one tensor."""
     # E.g. with mlp 4 column 0 is gate unit 0, column 1 is up unit 0, and column 6 is gate unit 3.
@@ -160,11 +150,7 @@ def _gpt_oss_experts() -> Parameters:
 
 
 def _read_hunyuan_experts_per_token(config: HFConfig, sizes: Sizes) -> int:
-    """Return the number of experts per token, which a config may list for each layer.
-
-    Raises:
-        PrepError: The layers have different numbers, or a number is invalid.
-    """
+    """Return the number of experts per token, which a config may list for each layer."""
     # transformers uses `num_experts_per_tok` if a config has both names.
     count = config.get("num_experts_per_tok", config.get("moe_topk", 1))
     if isinstance(count, list) and count:
@@ -179,13 +165,7 @@ def _read_minimax_rope(config: HFConfig, sizes: Sizes) -> Rope:
     head_dim = sizes["head_dim"]
     # Published files have the number of rotated elements.
     rotary_dim = check_rotary_dim(read_size(config, "rotary_dim", head_dim), head_dim, "rotary_dim")
-    return read_partial_rope(
-        config,
-        head_dim,
-        default_share=rotary_dim / head_dim,
-        max_positions=196_608,
-        default_theta=5_000_000.0,
-    )
+    return partial_rope(rotary_dim / head_dim, 196_608, 5_000_000.0)(config, sizes)
 
 
 FAMILIES = by_name(
@@ -225,11 +205,7 @@ FAMILIES = by_name(
         experts_per_token=5,
         positions=4096,
         rope_theta=500_000.0,
-        choices={
-            "block_type": "output_norm",
-            "qk_norm_axes": "all_heads",
-            **normalized_router(False),
-        },
+        choices={"block_type": "output_norm", "qk_norm_axes": "all_heads", **normalized_router(False)},
     ),
     moe_like(
         "granitemoe",
@@ -245,7 +221,7 @@ FAMILIES = by_name(
         "granitemoeshared",
         "Granite 3 MoE with shared experts.",
         layer={**PRE_NORMS, **BIASED_ATTENTION},
-        moe={**fused_experts(), **_granite_shared_experts()},
+        moe={**fused_experts(), **GRANITE_SHARED},
         num_experts=8,
         count_fields=("num_local_experts",),
         experts_per_token=2,
@@ -258,7 +234,7 @@ FAMILIES = by_name(
         layer={**PRE_NORMS, **BIASED_ATTENTION, **SINKS},
         moe={
             **fused_experts("experts.gate_up_proj", "experts.down_proj", "router.weight"),
-            **_granite_shared_experts(),
+            **GRANITE_SHARED,
         },
         num_experts=8,
         count_fields=("num_local_experts",),
@@ -285,11 +261,7 @@ FAMILIES = by_name(
     moe_like(
         "gpt_oss",
         "GPT-OSS: attention with sinks and alternating windows, and experts with biases and a clamped SwiGLU.",
-        layer={
-            **PRE_NORMS,
-            **attention(bias=HAS_GPT_OSS_BIAS, out_bias=HAS_GPT_OSS_BIAS),
-            **SINKS,
-        },
+        layer={**PRE_NORMS, **attention(bias=HAS_GPT_OSS_BIAS, out_bias=HAS_GPT_OSS_BIAS), **SINKS},
         moe=_gpt_oss_experts(),
         defaults={
             "vocab": 201_088,
@@ -304,18 +276,12 @@ FAMILIES = by_name(
         count_fields=("num_experts", "num_local_experts"),
         experts_per_token=4,
         positions=131_072,
-        rope=_read_gpt_oss_rope,
+        rope=rope_reader(131_072, 150_000.0, GPT_OSS_ROPE),
         norm_eps=1e-5,
         choices={
-            "sliding_windows": lambda config, sizes: read_sliding_windows(
-                config,
-                sizes["layers"],
-                config.get("sliding_window", 128),
-                lambda layer: layer % 2 == 0,
-            ),
+            "sliding_windows": windows(128, lambda layer: layer % 2 == 0),
             "clamped_swiglu": lambda config, sizes: ClampedSwiglu(
-                alpha=read_positive(config, "swiglu_alpha", 1.702),
-                limit=read_positive(config, "swiglu_limit", 7.0),
+                alpha=read_positive(config, "swiglu_alpha", 1.702), limit=read_positive(config, "swiglu_limit", 7.0)
             ),
             "has_attention_sinks": True,
         },
@@ -348,8 +314,7 @@ FAMILIES = by_name(
         moe={
             **NUMBERED_EXPERTS,
             "mlp.router.correction.bias": correction(
-                "block_sparse_moe.e_score_correction_bias: experts",
-                alternate="mlp.e_score_correction_bias: experts",
+                "block_sparse_moe.e_score_correction_bias: experts", alternate="mlp.e_score_correction_bias: experts"
             ),
         },
         defaults={
@@ -370,4 +335,4 @@ FAMILIES = by_name(
         # Published files have `use_qk_norm`. The class always has the norms.
         ignores=("use_qk_norm",),
     ),
-)
+)  # fmt: skip

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
-from prepcli.core.json_values import JsonObject, JsonValue
+from prepcli.core.json_values import JsonObject
 from prepcli.models.architecture import (
-    FULL_ATTENTION,
     LAYER_TYPES,
     NO_CHUNK,
     read_positive,
@@ -16,21 +14,24 @@ from prepcli.models.architecture import (
     uniform_windows,
     windows_by_layer_type,
 )
-from prepcli.models.declaration import Sizes, by_name
+from prepcli.models.declaration import Parameters, Sizes, by_name, matrix, unless_false
 from prepcli.models.families._llama_style import (
     BIASED_ATTENTION,
     PRE_NORMS,
     QK_NORMS,
     attention,
+    full_layers,
+    gated_mlp,
+    layer_rope,
     read_experts_per_token,
-    read_max_window_layers,
-    read_rotating_layers,
+    read_layers_without_rope,
+    read_qwen_window,
+    windows,
 )
 from prepcli.models.families._moe_style import (
     EXPERTS,
     GATED_SHARED_EXPERTS,
     correction,
-    dense_layer_mlp,
     moe_like,
     normalized_router,
     read_dense_layers_by_step,
@@ -40,25 +41,15 @@ from prepcli.models.families._moe_style import (
 )
 from prepcli.models.layer_config import Router
 from prepcli.models.parameters import HFConfig, Parameter, read_count, read_size
-from prepcli.models.rope_config import QueryScale, Rope, read_layer_rope
-from prepcli.models.rows import Parameters, matrix, unless_false
+from prepcli.models.rope_config import QueryScale
 
 # --- Qwen and Mellum
-
-# Base of frequencies of each layer type in MellumConfig if the config has no `rope_parameters`.
-MELLUM_THETAS = {"full_attention": 500_000.0, "sliding_attention": 10_000.0}
-
-
-def _read_qwen_window(config: HFConfig) -> JsonValue:
-    """Return the window of Qwen's config. The field has an effect with `use_sliding_window` only."""
-    window = config.get("sliding_window", 4096)
-    return window if config.get("use_sliding_window") else None
 
 
 def _qwen2_moe_windows(config: HFConfig, sizes: Sizes) -> tuple[int, ...]:
     """Return windows in layers 0, 2, 4 and so on, below `max_window_layers`, as in Qwen2MoeConfig."""
-    last = read_max_window_layers(config)
-    window = _read_qwen_window(config)
+    last = read_count(config, "max_window_layers", 28)
+    window = read_qwen_window(config)
     return read_sliding_windows(
         config, sizes["layers"], window, lambda layer: layer % 2 == 0 and layer < last
     )
@@ -76,17 +67,6 @@ def _qwen3_moe_experts() -> Parameters:
     for path, row in transposed.items():
         parameters[path] = dataclasses.replace(parameters[path], transposed=row)
     return parameters
-
-
-def _read_mellum_rope(config: HFConfig, sizes: Sizes, layer_type: str = LAYER_TYPES[0]) -> Rope:
-    return read_layer_rope(
-        config,
-        layer_type,
-        layer_types=LAYER_TYPES,
-        theta=MELLUM_THETAS[layer_type],
-        head_dim=sizes["head_dim"],
-        max_positions=read_size(config, "max_position_embeddings", 131_072),
-    )
 
 
 def _check_mellum_rope(config: HFConfig, sizes: Sizes) -> None:
@@ -112,11 +92,6 @@ def _flint_windows(config: HFConfig, sizes: Sizes) -> tuple[int, ...]:
     )
 
 
-def _flint_full_layers(config: HFConfig, sizes: Sizes) -> tuple[int, ...]:
-    windows = _flint_windows(config, sizes)
-    return tuple(layer for layer, window in enumerate(windows) if window == FULL_ATTENTION)
-
-
 def _flint_dense_layers(config: HFConfig, layers: int) -> tuple[int, ...]:
     """Return the dense layers by Qwen's fields, by default the first two."""
     listed = config.get("mlp_only_layers")
@@ -132,11 +107,6 @@ def _flint_dense_layers(config: HFConfig, layers: int) -> tuple[int, ...]:
 CHUNKED = "chunked_attention"
 
 
-def _llama4_layers_without_rope(config: HFConfig, sizes: Sizes) -> tuple[int, ...]:
-    rotates = read_rotating_layers(config, sizes["layers"])
-    return tuple(layer for layer, rotate in enumerate(rotates) if not rotate)
-
-
 def _llama4_chunk(config: HFConfig, sizes: Sizes) -> int:
     """Return the number of positions of a chunk, or NO_CHUNK for a null."""
     if config.get("attention_chunk_size", 8192) is None:
@@ -145,17 +115,13 @@ def _llama4_chunk(config: HFConfig, sizes: Sizes) -> int:
 
 
 def _llama4_chunked_layers(config: HFConfig, sizes: Sizes) -> tuple[int, ...]:
-    """Return the layers with chunks: the listed ones, or the layers that rotate.
-
-    Raises:
-        PrepError: `layer_types` is invalid, or lists chunks without a size.
-    """
+    """Return the layers with chunks: the listed ones, or the layers that rotate."""
     layers = sizes["layers"]
     chunk = _llama4_chunk(config, sizes)
     listed = config.get("layer_types")
     if listed is None:
-        rotates = read_rotating_layers(config, layers)
-        return tuple(layer for layer, rotate in enumerate(rotates) if rotate and chunk)
+        unrotated = read_layers_without_rope(config, sizes)
+        return tuple(layer for layer in range(layers) if chunk and layer not in unrotated)
     marks = windows_by_layer_type(
         listed, (LAYER_TYPES[0], CHUNKED), layers=layers, window=1, field="layer_types"
     )
@@ -177,11 +143,7 @@ def _llama4_query_scale(config: HFConfig, sizes: Sizes) -> QueryScale | None:
 
 
 def _llama4_dense_layers(config: HFConfig, layers: int) -> tuple[int, ...]:
-    """Return the layers between the steps of `interleave_moe_layer_step`, or without an entry in `moe_layers`.
-
-    Raises:
-        PrepError: `moe_layers` is not a list, or a field is invalid.
-    """
+    """Return the layers between the steps of `interleave_moe_layer_step`, or without an entry in `moe_layers`."""
     step = read_size(config, "interleave_moe_layer_step", 1)
     sparse = config.get("moe_layers")
     if sparse is None:
@@ -208,11 +170,7 @@ def _llama4_experts() -> Parameters:
 
 
 def _ernie_dense_layers(config: HFConfig, layers: int) -> tuple[int, ...]:
-    """Return the layers outside of a range, and the layers between the steps of `moe_layer_interval`.
-
-    Raises:
-        PrepError: A field of the MoE layers is invalid.
-    """
+    """Return the layers outside of a range, and the layers between the steps of `moe_layer_interval`."""
     interval = read_size(config, "moe_layer_interval", 1)
     first = config.get("moe_layer_start_index", 1)
     last = config.get("moe_layer_end_index", -1)
@@ -250,14 +208,7 @@ FAMILIES = by_name(
         "Qwen2-MoE: Qwen2 with a sparse MoE, and shared experts with a gate.",
         layer={**PRE_NORMS, **attention(bias=unless_false("qkv_bias"))},
         moe=GATED_SHARED_EXPERTS,
-        defaults={
-            "vocab": 151_936,
-            "embed": 2048,
-            "mlp": 5632,
-            "layers": 24,
-            "heads": 16,
-            "kv_heads": 16,
-        },
+        defaults={"vocab": 151_936, "embed": 2048, "mlp": 5632, "layers": 24, "heads": 16, "kv_heads": 16},
         num_experts=60,
         count_fields=("num_experts",),
         experts_per_token=4,
@@ -279,9 +230,7 @@ FAMILIES = by_name(
         dense_layers=read_dense_layers_by_step,
         positions=32768,
         choices={
-            "sliding_windows": lambda config, sizes: uniform_windows(
-                sizes["layers"], _read_qwen_window(config)
-            ),
+            "sliding_windows": lambda config, sizes: uniform_windows(sizes["layers"], read_qwen_window(config)),
             **normalized_router(False),
         },
         ignores=("layer_types", "use_qk_norm"),
@@ -290,25 +239,16 @@ FAMILIES = by_name(
         "mellum",
         "Mellum 2: Qwen3-MoE with sliding windows in listed layers, and a rotary embedding per layer type.",
         layer={**PRE_NORMS, **BIASED_ATTENTION, **QK_NORMS},
-        defaults={
-            "vocab": 98304,
-            "embed": 2304,
-            "mlp": 7168,
-            "layers": 28,
-            "kv_heads": 4,
-            "head_dim": 128,
-        },
+        defaults={"vocab": 98304, "embed": 2304, "mlp": 7168, "layers": 28, "kv_heads": 4, "head_dim": 128},
         num_experts=64,
         experts_per_token=8,
         expert_mlp=896,
         dense_layers=read_dense_layers_by_type,
         positions=131_072,
-        rope=_read_mellum_rope,
+        rope=layer_rope(LAYER_TYPES[0], 131_072, 500_000.0),
         choices={
-            "local_rope": partial(_read_mellum_rope, layer_type=LAYER_TYPES[1]),
-            "sliding_windows": lambda config, sizes: read_sliding_windows(
-                config, sizes["layers"], config.get("sliding_window", 1024), lambda layer: False
-            ),
+            "local_rope": layer_rope(LAYER_TYPES[1], 131_072, 10_000.0),
+            "sliding_windows": windows(1024, lambda layer: False),
             **normalized_router(True),
         },
         check=_check_mellum_rope,
@@ -321,8 +261,7 @@ FAMILIES = by_name(
             **BIASED_ATTENTION,
             **QK_NORMS,
             "attn.sinks.bias": Parameter(
-                "heads <- self_attn.softmax_offset: heads",
-                alternate="heads <- self_attn.sinks: heads",
+                "heads <- self_attn.softmax_offset: heads", alternate="heads <- self_attn.sinks: heads"
             ),
         },
         moe={**EXPERTS, **shared_experts("mlp.shared_expert")},
@@ -344,7 +283,7 @@ FAMILIES = by_name(
         positions=262_144,
         choices={
             "sliding_windows": _flint_windows,
-            "layers_without_rope": _flint_full_layers,
+            "layers_without_rope": full_layers(_flint_windows),
             "has_attention_sinks": True,
             **normalized_router(True, scores="sigmoid"),
         },
@@ -367,17 +306,15 @@ FAMILIES = by_name(
         count_fields=("num_local_experts",),
         experts_per_token=1,
         shared_mlp=lambda config, sizes: sizes["mlp"],
-        more_sizes=lambda config, sizes: {
-            "dense_mlp": read_size(config, "intermediate_size_mlp", 16384)
-        },
+        more_sizes=lambda config, sizes: {"dense_mlp": read_size(config, "intermediate_size_mlp", 16384)},
         dense_layers=_llama4_dense_layers,
-        dense_mlp=dense_layer_mlp("feed_forward"),
+        dense_mlp=gated_mlp(module="feed_forward", mlp="dense_mlp"),
         positions=131_072,
         rope_theta=500_000.0,
         norm_eps=1e-5,
         choices={
             "rotary_pairs": "interleaved",
-            "layers_without_rope": _llama4_layers_without_rope,
+            "layers_without_rope": read_layers_without_rope,
             "query_scale": _llama4_query_scale,
             "attention_chunk": _llama4_chunk,
             "chunked_layers": _llama4_chunked_layers,
@@ -392,21 +329,10 @@ FAMILIES = by_name(
         layer={**PRE_NORMS, **attention()},
         moe={
             **EXPERTS,
-            "mlp.router.correction.bias": correction(
-                "mlp.moe_statics.e_score_correction_bias: 1 experts"
-            ),
-            **shared_experts(
-                "mlp.shared_experts", lambda config: _read_ernie_shared_experts(config) > 0
-            ),
+            "mlp.router.correction.bias": correction("mlp.moe_statics.e_score_correction_bias: 1 experts"),
+            **shared_experts("mlp.shared_experts", lambda config: _read_ernie_shared_experts(config) > 0),
         },
-        defaults={
-            "vocab": 103_424,
-            "embed": 2560,
-            "mlp": 12288,
-            "layers": 28,
-            "heads": 20,
-            "kv_heads": 4,
-        },
+        defaults={"vocab": 103_424, "embed": 2560, "mlp": 12288, "layers": 28, "heads": 20, "kv_heads": 4},
         num_experts=64,
         count_fields=("num_experts", "moe_num_experts"),
         experts_per_token=_read_ernie_experts_per_token,
@@ -418,11 +344,9 @@ FAMILIES = by_name(
         norm_eps=1e-5,
         choices={
             "rotary_pairs": "interleaved",
-            "router": lambda config, sizes: Router(
-                min_weight_sum=read_positive(config, "moe_norm_min", 1e-12)
-            ),
+            "router": lambda config, sizes: Router(min_weight_sum=read_positive(config, "moe_norm_min", 1e-12)),
         },
         check=_check_ernie_biases,
         tied=True,
     ),
-)
+)  # fmt: skip

@@ -7,7 +7,6 @@ import dataclasses
 from prepcli.core.errors import invalid_config_error
 from prepcli.core.json_values import HFConfig
 from prepcli.models.architecture import (
-    FULL_ATTENTION,
     LAYER_TYPES,
     NO_CLIP,
     is_in_window_pattern,
@@ -15,8 +14,20 @@ from prepcli.models.architecture import (
     read_sliding_windows,
     read_softcap,
 )
-from prepcli.models.declaration import Choices, Sizes, by_name
-from prepcli.models.dropout_config import DropoutFields
+from prepcli.models.declaration import (
+    Choices,
+    Parameters,
+    Sizes,
+    by_name,
+    layer_norm,
+    linear,
+    matrix,
+    plain_mlp,
+    positive,
+    rms_norm,
+    separate_qkv,
+    unless_false,
+)
 from prepcli.models.families._llama_style import (
     ALL_HEADS_QK_NORMS,
     BIASED_ATTENTION,
@@ -26,25 +37,20 @@ from prepcli.models.families._llama_style import (
     PRE_LAYER_NORMS,
     QK_NORMS,
     attention,
+    full_layers,
     gated_mlp,
     heads_that_fill_width,
+    layer_rope,
     llama_like,
     partial_rope,
-    plain_mlp,
+    pattern_windows,
     rms_norms,
     uniform_window,
+    windows,
 )
+from prepcli.models.layer_config import DropoutFields
 from prepcli.models.parameters import ALWAYS, Parameter, if_set, read_size
-from prepcli.models.rope_config import Rope, read_layer_rope, read_rope
-from prepcli.models.rows import (
-    Parameters,
-    layer_norm,
-    linear,
-    matrix,
-    rms_norm,
-    separate_qkv,
-    unless_false,
-)
+from prepcli.models.rope_config import Rope, read_rope
 
 # --- OLMo 2 and 3
 
@@ -58,24 +64,7 @@ OLMO2_LAYER: Parameters = {
 OLMO3_THETA = 500_000.0
 
 
-def _read_olmo3_rope(config: HFConfig, sizes: Sizes, layer_type: str = LAYER_TYPES[0]) -> Rope:
-    # `rope_theta` of version 4 belongs to full attention, as in Olmo3Config.
-    theta = config.get("rope_theta", OLMO3_THETA)
-    return read_layer_rope(
-        config,
-        layer_type,
-        layer_types=LAYER_TYPES,
-        theta=theta if layer_type == LAYER_TYPES[0] else OLMO3_THETA,
-        head_dim=sizes["head_dim"],
-        max_positions=read_size(config, "max_position_embeddings", 2048),
-    )
-
-
 # --- Windows and layers without rotation of EXAONE 4 and Cohere 2
-
-
-def _full_layers(windows: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(layer for layer, width in enumerate(windows) if width == FULL_ATTENTION)
 
 
 def _exaone4_windows(config: HFConfig, sizes: Sizes) -> tuple[int, ...]:
@@ -106,22 +95,13 @@ def _has_exaone4_window(config: HFConfig, layer: int, layers: int) -> bool:
 def _exaone4_unrotated(config: HFConfig, sizes: Sizes) -> tuple[int, ...]:
     # A model without any window rotates in all layers.
     has_windows = config.get("sliding_window", 4096) is not None
-    return _full_layers(_exaone4_windows(config, sizes)) if has_windows else ()
+    return full_layers(_exaone4_windows)(config, sizes) if has_windows else ()
 
 
 EXAONE4_WINDOWS: Choices = {
     "sliding_windows": _exaone4_windows,
     "layers_without_rope": _exaone4_unrotated,
 }
-
-
-def _cohere2_windows(config: HFConfig, sizes: Sizes) -> tuple[int, ...]:
-    return read_sliding_windows(
-        config,
-        sizes["layers"],
-        config.get("sliding_window", 4096),
-        lambda layer: is_in_window_pattern(config, layer, default=4),
-    )
 
 
 # --- Cohere: attention and MLP of one norm
@@ -137,11 +117,12 @@ COHERE_QK_NORMS: Parameters = {
     for projection, heads in (("q", "heads"), ("k", "kv_heads"))
 }
 COHERE_SIZES = {"vocab": 256_000, "embed": 8192, "mlp": 22528, "layers": 40, "heads": 64}
+COHERE2_WINDOWS = pattern_windows(4096, 4)
 COHERE_CHOICES: Choices = {
     "norm": "layer",
     "block_type": "parallel_one_norm",
     "rotary_pairs": "interleaved",
-    "lm_head_input_scale": lambda config, sizes: read_positive(config, "logit_scale", 0.0625),
+    "lm_head_input_scale": positive("logit_scale", 0.0625),
 }
 
 # --- GLM: sandwich norms and partial rotation
@@ -226,17 +207,12 @@ FAMILIES = by_name(
         "OLMo 3: OLMo 2 with a sliding window in three of four layers, and a rotary embedding per layer type.",
         layer=OLMO2_LAYER,
         defaults={"vocab": 50304},
-        rope=_read_olmo3_rope,
+        rope=layer_rope(LAYER_TYPES[0], 2048, OLMO3_THETA, "rope_theta"),
         norm_eps=1e-5,
         choices={
             **OUTPUT_NORM_CHOICES,
-            "sliding_windows": lambda config, sizes: read_sliding_windows(
-                config,
-                sizes["layers"],
-                config.get("sliding_window", 4096),
-                lambda layer: (layer + 1) % 4 != 0,
-            ),
-            "local_rope": lambda config, sizes: _read_olmo3_rope(config, sizes, LAYER_TYPES[1]),
+            "sliding_windows": windows(4096, lambda layer: (layer + 1) % 4 != 0),
+            "local_rope": layer_rope(LAYER_TYPES[1], 2048, OLMO3_THETA),
         },
     ),
     llama_like(
@@ -271,10 +247,8 @@ FAMILIES = by_name(
         norm_eps_field="layer_norm_eps",
         choices={
             **COHERE_CHOICES,
-            "sliding_windows": _cohere2_windows,
-            "layers_without_rope": lambda config, sizes: _full_layers(
-                _cohere2_windows(config, sizes)
-            ),
+            "sliding_windows": COHERE2_WINDOWS,
+            "layers_without_rope": full_layers(COHERE2_WINDOWS),
         },
         ignores=("sliding_window_pattern",),
         tied=True,
@@ -315,10 +289,10 @@ FAMILIES = by_name(
         activation="relu2",
         norm_eps=1e-5,
         norm_eps_field="norm_eps",
+        init_std=0.0134,
         choices={
             "norm": "layer_offset",
             "has_gated_mlp": False,
-            "init_std": lambda config, sizes: read_positive(config, "initializer_range", 0.0134),
         },
         final_norm=FINAL_LAYER_NORM,
     ),
@@ -363,10 +337,10 @@ FAMILIES = by_name(
         activation="gelu_pytorch_tanh",
         norm_eps=1e-5,
         norm_eps_field="norm_epsilon",
+        init_std=0.018042,
         choices={
             "norm": "layer",
             "has_gated_mlp": False,
-            "init_std": lambda config, sizes: read_positive(config, "initializer_range", 0.018042),
             **uniform_window(None),
         },
         ignores=("layer_types",),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from prepcli.models.declaration import by_name
+from prepcli.models.declaration import by_name, fused_qkv, layer_norm, linear, unless_false
 from prepcli.models.families import _llama_style
-from prepcli.models.rows import fused_qkv, layer_norm, linear, unless_false
 
 QK_NORMS = unless_false("qk_layernorm")
 LAYER = {

@@ -8,9 +8,19 @@ from functools import partial
 
 from prepcli.core.errors import invalid_config_error, unsupported_config_error
 from prepcli.models.architecture import FULL_ATTENTION, ArchConfig, read_activation, read_positive
-from prepcli.models.declaration import Choices, Sizes, by_name, supporting
-from prepcli.models.dropout_config import DropoutFields
-from prepcli.models.layer_config import MAX_RELATIVE_DISTANCE, RelativePositionBias
+from prepcli.models.declaration import (
+    Choices,
+    Parameters,
+    Sizes,
+    attention,
+    by_name,
+    embedding,
+    matrix,
+    rms_norm,
+    stack,
+    supporting,
+)
+from prepcli.models.layer_config import MAX_RELATIVE_DISTANCE, DropoutFields, RelativePositionBias
 from prepcli.models.parameters import (
     MAX_LAYERS,
     Condition,
@@ -19,7 +29,6 @@ from prepcli.models.parameters import (
     WeightTying,
     read_size,
 )
-from prepcli.models.rows import Parameters, attention, embedding, matrix, rms_norm, stack
 
 # --- Sizes
 

@@ -38,9 +38,9 @@ from prepcli.formats.torch_files import (
     MISTRAL_FILE,
     read_torch_header,
 )
+from prepcli.models.layouts import META_NAMES, TORCHTITAN_LAYOUT
 from prepcli.models.parameters import Family
 from prepcli.models.registry import FAMILIES
-from prepcli.models.torchtitan_layouts import META_NAMES, TORCHTITAN_LAYOUT
 from prepcli.planning.arrays import Array, Location, MappedArray, whole_array
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import FolderModel

@@ -17,6 +17,7 @@ from prepcli.core.errors import Command, PrepError, text
 from prepcli.core.json_values import HFConfig
 from prepcli.formats.manifest import NO_MANIFEST, check_files, read_manifest
 from prepcli.formats.safetensors import ADAPTER_CONFIG
+from prepcli.models.declaration import split_row
 from prepcli.models.lora import (
     BASE_LAYER,
     HEAD,
@@ -28,11 +29,9 @@ from prepcli.models.lora import (
     saved_modules,
     with_named_patterns,
 )
-from prepcli.models.lora_config import LoraConfig
-from prepcli.models.module_patterns import find_pattern
+from prepcli.models.lora_config import LoraConfig, find_pattern
 from prepcli.models.parameters import Family
 from prepcli.models.peft_names import split_wrappers
-from prepcli.models.rows import split_row
 from prepcli.models.text_part import with_prefixes
 from prepcli.planning.arrays import Array
 from prepcli.sources.openers.tensor_files import is_adapter, read_checked_header

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from prepcli.inspection.shard_map import draw_shard_map, summarize_sharding
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import partition_spec
-from prepcli.models.rule_text import merge_rules
-from prepcli.models.rules import PARAM_RULES
+from prepcli.models.rules import PARAM_RULES, merge_rules
 
 
 def draw_lines(

@@ -9,9 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.algebra.axis_map import LAYER_ATOMS
-from prepcli.models.chunk_shapes import UNSHARDED_CHUNK_BYTES, chunk_shape, join_experts
 from prepcli.models.mesh import parse_mesh
-from prepcli.models.partition import partition_spec, shard_shape
+from prepcli.models.partition import (
+    UNSHARDED_CHUNK_BYTES,
+    chunk_shape,
+    join_experts,
+    partition_spec,
+    shard_shape,
+)
 from prepcli.models.rules import PARAM_RULES
 from tests.helpers.meshes import split_leaves
 

@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.models.chunk_shapes import HostReads, chunk_shape, read_amplification, reads_per_host
 from prepcli.models.mesh import parse_mesh
-from prepcli.models.partition import device_boxes, partition_spec
+from prepcli.models.partition import (
+    HostReads,
+    chunk_shape,
+    device_boxes,
+    partition_spec,
+    read_amplification,
+    reads_per_host,
+)
 from prepcli.models.rules import PARAM_RULES
 
 DIMS = [("heads",), ("head_dim",), ("embed",)]

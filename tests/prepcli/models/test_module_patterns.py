@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
-from prepcli.models.module_patterns import find_pattern
+from prepcli.models.lora_config import find_pattern
 
 NAMES = ["model.layers.0.self_attn.q_proj", "layers.11.mlp.down_proj", "q_proj"]
 TOKENS = [

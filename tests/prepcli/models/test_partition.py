@@ -18,8 +18,7 @@ from prepcli.models.partition import (
     partition_spec,
     shard_shape,
 )
-from prepcli.models.rule_text import merge_rules
-from prepcli.models.rules import PARAM_RULES
+from prepcli.models.rules import PARAM_RULES, merge_rules
 from tests.helpers.meshes import error_of, split_leaves
 
 QUERY = [("layers",), ("heads",), ("head_dim",), ("embed",)]

@@ -9,13 +9,13 @@ import pytest
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import PrepError
 from prepcli.models.parameters import parameter_rows
-from prepcli.models.prediction import (
+from prepcli.models.registry import family_of
+from prepcli.models.truncation import (
     PREDICTION_FIELDS,
     is_prediction_vocabulary,
     prediction_names,
     without_prediction,
 )
-from prepcli.models.registry import family_of
 from tests.helpers.tiny_configs import FIRST_FAMILIES, GOLDEN, NEWER_FAMILIES
 
 LAYERS = [f"layers.{number}.enorm.weight" for number in (2, 3, 4, 5)]

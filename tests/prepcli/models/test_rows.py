@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from prepcli.models.declaration import attention, fused_qkv, layer_norm, linear, stack, unless_false
 from prepcli.models.parameters import Parameter
 from prepcli.models.registry import FAMILIES
-from prepcli.models.rows import attention, fused_qkv, layer_norm, linear, stack, unless_false
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,6 @@ def test_unless_false_holds_for_absent_field():
     ]
 
 
-def test_build_family_leaves_head_unprefixed():
+def test_declare_leaves_head_unprefixed():
     assert FAMILIES["gptj"].unprefixed == ("lm_head.weight", "lm_head.bias")
     assert FAMILIES["gpt_neox"].unprefixed == ("embed_out.weight", "lm_head.weight")

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from prepcli.core.errors import USAGE, Key
 from prepcli.models.mesh import MESH_AXES
-from prepcli.models.rule_text import DimRule, Preset, Rule, merge_rules, parse_rule, rule_texts
 from prepcli.models.rules import (
     ACTIVATION_DIMS,
     DEFAULT_RULES,
@@ -16,8 +15,14 @@ from prepcli.models.rules import (
     PARAM_RULES,
     PRESETS,
     WHOLE,
+    DimRule,
     LeafRule,
+    Preset,
+    Rule,
     activation_rules,
+    merge_rules,
+    parse_rule,
+    rule_texts,
 )
 from tests.helpers.meshes import error_of, read
 

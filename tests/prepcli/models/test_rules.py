@@ -15,8 +15,7 @@ from prepcli.models.mesh import MESH_AXES, parse_mesh
 from prepcli.models.param_tree import ParamLeaf, param_leaves
 from prepcli.models.partition import device_boxes, leaf_spec, num_replicas, vocab_multiple
 from prepcli.models.registry import FAMILIES
-from prepcli.models.rule_text import merge_rules
-from prepcli.models.rules import Rules, check_leaf_rules, path_without_layers
+from prepcli.models.rules import Rules, check_leaf_rules, merge_rules, path_without_layers
 from tests.helpers.meshes import MESHES, error_of
 
 CONFIG = {

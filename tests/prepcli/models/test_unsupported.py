@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.models.registry import FAMILIES, NEW_LAYER_HINT, family_of
-from prepcli.models.unsupported import MECHANISMS, missing_mechanism
+from prepcli.models.registry import (
+    FAMILIES,
+    MECHANISMS,
+    NEW_LAYER_HINT,
+    family_of,
+    missing_mechanism,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +54,6 @@ def test_missing_mechanism_is_empty_for_unknown_family(config: dict[str, Any]) -
 
 
 def test_mechanisms_exclude_supported_families() -> None:
-    model_types = [name for mechanism in MECHANISMS for name in mechanism.model_types]
+    model_types = [name for types, _ in MECHANISMS.values() for name in types.split()]
     assert len(model_types) == len(set(model_types))
     assert not set(model_types) & set(FAMILIES)

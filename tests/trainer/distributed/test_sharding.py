@@ -23,8 +23,7 @@ from prepcli.core.errors import USAGE, PrepError
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree
 from prepcli.models.partition import partition_spec
-from prepcli.models.rule_text import merge_rules
-from prepcli.models.rules import PARAM_RULES, PRESETS
+from prepcli.models.rules import PARAM_RULES, PRESETS, merge_rules
 from tests.helpers.slow_cases import slow_except
 from trainer.distributed.sharding import (
     ShardingContext,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prepcli.models.dropout_config import DropoutConfig
+from prepcli.models.layer_config import DropoutConfig
 from prepcli.models.lora import LORA_A, LORA_B, expert_projections
 from prepcli.models.lora_config import LoraConfig
 from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree

@@ -20,7 +20,7 @@ from prepcli.commands.testing.tiny_model import (
     relative_error,
     tiny_transformer,
 )
-from prepcli.models.dropout_config import DropoutConfig
+from prepcli.models.layer_config import DropoutConfig
 from prepcli.models.param_tree import Tree
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN

@@ -22,7 +22,7 @@ from prepcli.models.architecture import ArchConfig
 from prepcli.models.layer_config import ClampedSwiglu, Router
 from prepcli.models.mesh import MeshAxes, parse_mesh
 from prepcli.models.param_tree import unflatten_tree
-from prepcli.models.rule_text import merge_rules
+from prepcli.models.rules import merge_rules
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext, make_sharding_context

@@ -20,7 +20,7 @@ from prepcli.commands.testing.tiny_model import (
     relative_error,
     tiny_transformer,
 )
-from prepcli.models.dropout_config import DropoutConfig
+from prepcli.models.layer_config import DropoutConfig
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.param_tree import Tree, unflatten_tree
 from prepcli.models.registry import FAMILIES

@@ -15,8 +15,7 @@ from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import num_batch_shards
 from prepcli.models.presets import PRESETS
 from prepcli.models.registry import FAMILIES, fields_read
-from prepcli.models.rule_text import merge_rules
-from prepcli.models.rules import ACTIVATION_RULES, DEFAULT_RULES
+from prepcli.models.rules import ACTIVATION_RULES, DEFAULT_RULES, merge_rules
 from tests.helpers.runs import make_setup
 from tests.helpers.training_plans import RECIPE, TINY, load_text, plan_text
 from tests.trainer.planning.test_memory_estimate import LLAMA_13B, make_inputs

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from prepcli.core.errors import USAGE, PrepError
 from prepcli.models.activation_memory import SAVES_SCORES
-from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dropout
+from prepcli.models.layer_config import NO_DROPOUT, DropoutConfig, resolve_dropout
 from prepcli.models.registry import FAMILIES
 from tests.golden.make_recipe_errors import GOOD, InvalidRecipe, read_cases
 from trainer.recipe import load_recipe, recipe_to_toml

@@ -21,7 +21,7 @@ from prepcli.models.lora_config import LoraConfig
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.param_tree import ParamLeaf
 from prepcli.models.registry import FAMILIES
-from prepcli.models.rule_text import merge_rules
+from prepcli.models.rules import merge_rules
 from tests.helpers import runs
 from tests.helpers.runs import make_job, make_setup
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS

@@ -12,7 +12,7 @@ import pytest
 import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, STOPPED, USAGE, DamagedError, PrepError
-from prepcli.models.dropout_config import NO_DROPOUT, DropoutConfig
+from prepcli.models.layer_config import NO_DROPOUT, DropoutConfig
 from tests.helpers.run_cli import run_code, run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
 from tests.helpers.train_runs import read_losses, set_keys, train_error, train_json

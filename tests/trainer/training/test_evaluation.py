@@ -17,7 +17,7 @@ import pytest
 from jax import Array
 
 from prepcli.core.errors import PrepError
-from prepcli.models.dropout_config import DropoutConfig
+from prepcli.models.layer_config import DropoutConfig
 from prepcli.models.param_tree import Tree, flatten_tree
 from tests.helpers import runs
 from tests.helpers.optimizers import compile_step

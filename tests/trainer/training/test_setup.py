@@ -18,7 +18,7 @@ from prepcli.models.attention_kernels import (
     KernelChoice,
     rank_kernels,
 )
-from prepcli.models.dropout_config import DropoutConfig
+from prepcli.models.layer_config import DropoutConfig
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.registry import family_of
 from prepcli.models.rules import DEFAULT_RULES

@@ -46,7 +46,7 @@ from prepcli.engine.budget import MIN_MEMORY_NBYTES, parse_memory
 from prepcli.formats.manifest import no_step_error
 from prepcli.formats.safetensors import ADAPTER_HINT
 from prepcli.models.mesh import parse_mesh, parse_slice_counts, resolve_mesh
-from prepcli.models.rule_text import merge_rules
+from prepcli.models.rules import merge_rules
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source
 from tests.helpers.run_cli import Capture, MonkeyPatch, error_lines, run_ok
