@@ -27,16 +27,8 @@ from prepcli.models.layer_config import (
 from prepcli.models.rope_config import MAX_FLOAT32, QueryScale, Rope
 
 ACTIVATIONS = (
-    "gelu",
-    "gelu_new",
-    "gelu_pytorch_tanh",
-    "gelu_fast",
-    "quick_gelu",
-    "silu",
-    "swish",
-    "relu",
-    "relu2",
-)
+    "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "silu", "swish", "relu", "relu2",
+)  # fmt: skip
 # Activation with parameters of its own. Only the families that have them support it.
 XIELU = "xielu"
 # A sliding window without a limit.
@@ -71,12 +63,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
 ACTIVATION_FIELDS = (
-    "hidden_act",
-    "hidden_activation",
-    "activation_function",
-    "dense_act_fn",
-    "feed_forward_proj",
-)
+    "hidden_act", "hidden_activation", "activation_function", "dense_act_fn", "feed_forward_proj",
+)  # fmt: skip
 # Three names of one formula, 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), and silu is swish.
 EQUIVALENT_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
 

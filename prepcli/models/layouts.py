@@ -30,8 +30,8 @@ from prepcli.models.parameters import (
 def renamed_leaf(parameter: Parameter, line: str) -> tuple[str, Parameter]:
     """Return the path of a leaf in another tree, and the parameter with the leaf's dims on the left side of its rows.
 
-    `line` has the path and the dims, e.g. `lm_head.w: embed vocab`. Without dims, the leaf has the
-    dims of the tensor, after the experts.
+    `line` has the path and the dims, e.g. `lm_head.w: embed vocab`. Without dims, the leaf has the dims of the tensor,
+    after the experts.
     """
     path, _, leaf_dims = line.partition(": ")
     if not leaf_dims:

@@ -73,6 +73,11 @@ class Projection:
     has_experts: bool = False  # Whether it is a stack of the projections of all experts.
 
     @property
+    def stack_path(self) -> str:
+        """Path of the layers in the tree, such as `layers` or `encoder.layers`."""
+        return self.path.removesuffix(f".{self.name}")
+
+    @property
     def tensor(self) -> str:
         """Name of the weight, which projections in one tensor share."""
         return f"{self.module}.{self.parameter}"
@@ -317,8 +322,7 @@ def _pattern_of(projection: Projection, others: Sequence[str]) -> str:
     if find_pattern([name], others) is None:
         return name
     # E.g. `attn.q` of an encoder and of a decoder.
-    stack = projection.path.removesuffix(f".{name}")
-    return rf"^{re.escape(stack)}\.\d+\.{re.escape(name)}"
+    return rf"^{re.escape(projection.stack_path)}\.\d+\.{re.escape(name)}"
 
 
 def module_settings(
@@ -394,7 +398,7 @@ def _names_by_layer(
         if first.has_experts:
             module = f"{module}.{first.parameter}"
         number = next((part for part in layer_module.split(".") if part.isdigit()), "")
-        yield [module, *(_numbered_path(member, number) for member in members)]
+        yield [module, *(f"{p.stack_path}.{number}.{p.name}" for p in members)]
 
 
 def layer_names(module: str, stack: str, family: Family, config: HFConfig) -> Iterator[str]:
@@ -403,12 +407,6 @@ def layer_names(module: str, stack: str, family: Family, config: HFConfig) -> It
     numbered = bind_row(number_tensors(row, family.layer_numbers(config)), family.sizes(config))
     for name, _ in numbered.tensors():
         yield name
-
-
-def _numbered_path(projection: Projection, number: str) -> str:
-    """Return the path of a projection with the number of its layer, e.g. `layers.3.attn.q`."""
-    stack = projection.path.removesuffix(f".{projection.name}")
-    return f"{stack}.{number}.{projection.name}"
 
 
 def nested_module(module: str, projection: Projection, selected: Sequence[Projection]) -> str:

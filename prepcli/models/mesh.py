@@ -11,6 +11,10 @@ from prepcli.core.errors import NO_VALUE, Key, Option, Text, text, usage_error
 from prepcli.core.formatting import did_you_mean
 
 MESH_AXES = ("dp", "fsdp", "mp", "sp")
+# Name of an axis in other systems -> its name here.
+STANDARD_NAMES = {
+    "tp": "mp", "tensor": "mp", "model": "mp", "data": "dp", "cp": "sp", "context": "sp", "seq": "sp",
+}  # fmt: skip
 # Above the size of any machine. Rejects typing errors early.
 MAX_DEVICES = 1 << 20
 # Longer texts are shortened in errors.
@@ -223,18 +227,9 @@ def _normalize_mesh(sizes: Mapping[str, int], plain_order: bool) -> Mesh:
 
 def check_axis_name(axis: str, option: Option | Key | Text) -> None:
     """Raise UsageError for an unknown mesh axis, with the standard name if there is one."""
-    standard_names = {
-        "tp": "mp",
-        "tensor": "mp",
-        "model": "mp",
-        "data": "dp",
-        "cp": "sp",
-        "context": "sp",
-        "seq": "sp",
-    }
     if axis not in MESH_AXES:
-        if axis in standard_names:
-            hint = f"did you mean `{standard_names[axis]}`?"
+        if axis in STANDARD_NAMES:
+            hint = f"did you mean `{STANDARD_NAMES[axis]}`?"
         else:
             hint = did_you_mean(axis, MESH_AXES)
         raise usage_error(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from prepcli.algebra.axis_map import LAYER_ATOMS, dim_name, stack_axis
 from prepcli.core.errors import Command, Key, Option, PrepError, Text, text, usage_error
@@ -114,7 +115,12 @@ class LeafRule:
     choices: tuple[AxisChoices, ...]
 
     def __str__(self) -> str:
-        return f"{LEAF_PREFIX}{self.pattern}={','.join(map(format_choices, self.choices))}"
+        return f"{self.subject}={','.join(map(format_choices, self.choices))}"
+
+    @property
+    def subject(self) -> str:
+        """The left side of the rule. Two rules of a run have different subjects."""
+        return f"{LEAF_PREFIX}{self.pattern}"
 
     def matches(self, path: str) -> bool:
         """Return whether the rule matches the dotted path of a leaf."""
@@ -319,6 +325,7 @@ class Preset:
     """A named set of rules."""
 
     name: str
+    subject: ClassVar[str] = ""  # All presets have the same one.
 
     def __str__(self) -> str:
         return self.name
@@ -439,10 +446,9 @@ def merge_rules(texts: Iterable[str], *, origin: Option | Key = RULES_OPTION) ->
     rules = [parse_rule(rule_text, origin=origin) for rule_text in texts]
     rules_by_subject: dict[str, Rule] = {}
     for rule in rules:
-        subject = _rule_subject(rule)
-        if subject in rules_by_subject:
-            raise _duplicate_error(subject, rules_by_subject[subject], rule)
-        rules_by_subject[subject] = rule
+        if rule.subject in rules_by_subject:
+            raise _duplicate_error(rule.subject, rules_by_subject[rule.subject], rule)
+        rules_by_subject[rule.subject] = rule
     base = next((PRESETS[rule.name] for rule in rules if isinstance(rule, Preset)), DEFAULT_RULES)
     dim_rules = [rule for rule in rules if isinstance(rule, DimRule)]
     params = {rule.dim: rule.choices for rule in dim_rules if not rule.of_activations}
@@ -473,17 +479,6 @@ def with_default_preset(texts: Iterable[str]) -> tuple[str, ...]:
     if any(rule.strip() in PRESETS for rule in rules):
         return rules
     return (AUTO, *rules)
-
-
-def _rule_subject(rule: Rule) -> str:
-    """Return the left side of a rule. Two rules may not have the same one."""
-    match rule:
-        case DimRule():
-            return rule.subject
-        case LeafRule():
-            return f"{LEAF_PREFIX}{rule.pattern}"
-        case Preset():
-            return ""
 
 
 def _duplicate_error(subject: str, first: Rule, second: Rule) -> PrepError:
