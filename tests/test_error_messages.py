@@ -21,9 +21,8 @@ TERMINAL_MODULES = (
     "prepcli/commands/demo",
     "prepcli/commands/rendering",
     "prepcli/commands/testing",
-    "trainer/recipe/docs_page.py",
     # What another trainer's setting is called here, a table that the pages for its users show too.
-    "trainer/recipe/other_trainers.py",
+    "trainer/recipe/hints.py",
 )
 ERRORS = {"PrepError", "UsageError", "DamagedError", "OutputExistsError", "usage_error"}
 # Errors of these modules need no hint: a user stopped a command without kept work, a step of the demo has a wrong

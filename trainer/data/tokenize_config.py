@@ -25,7 +25,7 @@ from trainer.data.readers import READERS, TABLE_READERS
 from trainer.data.records import RecordSettings
 from trainer.data.shards import read_valid_meta
 from trainer.data.tokenizer import TextTokenizer
-from trainer.recipe.formatting import change_text
+from trainer.recipe.key_types import change_text
 from trainer.recipe.text_fields import (
     CONCATENATED,
     DEFAULT_FIELDS,

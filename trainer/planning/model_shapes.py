@@ -20,8 +20,7 @@ from prepcli.models.rope_config import Rope
 from prepcli.models.rules import Rules
 from trainer.planning.step_inputs import ModelShapes
 from trainer.recipe import Recipe
-from trainer.recipe.model_table import Model
-from trainer.recipe.rope_overrides import SCALING_KEY, THETA_KEY, override_rope
+from trainer.recipe.model_table import SCALING_KEY, THETA_KEY, Model, override_rope
 
 OVERRIDES_KEY = "model.overrides"
 # Fields with a token id, or a list of them.

@@ -9,7 +9,6 @@ from functools import partial
 from typing import NamedTuple
 
 from prepcli.core.errors import Key, PrepError, text, usage_error
-from prepcli.core.formatting import did_you_mean
 from prepcli.models.activation_memory import check_remat
 from prepcli.models.attention_kernels import check_saved_scores
 from prepcli.models.layer_config import DROPOUT_KEY, FCM_KEY, check_dropout_table, check_fcm_ratio
@@ -28,21 +27,25 @@ from trainer.recipe.data_table import (
     recipe_span_sizes,
     source_data,
 )
-from trainer.recipe.formatting import example_value, format_value, to_toml
-from trainer.recipe.key_types import MAX_INT32
+from trainer.recipe.key_types import MAX_INT32, example_value, format_value, parse_table, to_toml
 from trainer.recipe.lr_schedule import DECAYS, build_lr_schedule
-from trainer.recipe.model_table import Lora
-from trainer.recipe.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
-from trainer.recipe.tables import EVAL_METRICS, KEY_SCHEMAS, Recipe, keys_of, value_of
+from trainer.recipe.model_table import SCALING_KEY, THETA_KEY, Lora, check_rope_scaling
+from trainer.recipe.tables import (
+    EVAL_METRICS,
+    KEY_SCHEMAS,
+    Profile,
+    Recipe,
+    WandbRun,
+    keys_of,
+    value_of,
+)
 from trainer.recipe.text_fields import (
     AUTO,
     CHAT_FORMATS,
-    CONCATENATED,
     DEFAULT_FIELDS,
     FORMAT_FIELDS,
     PLAIN,
     TRAINING,
-    WHOLE_TOKENS,
     parse_fields,
 )
 
@@ -57,26 +60,33 @@ INT32_KEYS = (
     *(f"model.{name}_chunk_size" for name in ("head", "ffn", "q", "k")),
 )
 REPOSITORY = re.compile(r"[^\s/@]+/[^\s/@]+(@[^\s@]+)?")
-WANDB_KEY = "log.wandb"
-WANDB_KEYS = ("project", "entity", "group", "name", "notes", "job_type", "tags", "offline")
-# Limit of W&B, which raises a ValueError for longer tags.
-MAX_TAG_CHARS = 64
+# Keys with a table as their value, whose keys a model describes.
+NESTED_TABLES = {"log.wandb": WandbRun, "train.profile": Profile}
 # Settings of adapters besides their rank
 LORA_KEYS = tuple(f"lora.{name}" for name in Lora.model_fields if name not in ("rank", "path"))
 NOISE_KEYS = ("data.noise_density", "data.mean_noise_span_length")
-# Keys of records with columns, and what they do.
-COLUMN_USES = {
-    "data.fields": "names a column",
-    "data.fields_from_example": "names a column",
-    "data.format": "is for columns",
-    "data.subfield_separator": "is for columns",
-}
+# Keys of records with columns
+COLUMN_KEYS = (
+    *("data.fields", "data.fields_from_example"),
+    *("data.format", "data.subfield_separator"),
+)
 CHAT_KEYS = (
     *("data.chat_template", "data.template_args", "data.template_date"),
     *("data.loss", "data.loss_reasoning"),
 )
 # Keys whose values a chat template gets as JSON.
 JSON_KEYS = ("data.template_args", "log.samples")
+# Pairs of keys that set the same thing
+SAME_MEANING = {
+    "batch.per_device & batch.per_replica": "the size of a micro-batch",
+    "train.steps & train.epochs": "the length of the run",
+    "train.eval_every & train.eval_every_epochs": "the same interval",
+    "checkpoint.every & checkpoint.every_epochs": "the same interval",
+    "data.holdout & data.eval_path": "the evaluation data",
+    "data.holdout & data.eval_split": "the evaluation data",
+    "optimizer.warmup_steps & optimizer.warmup_ratio": "the length of warm-up",
+}
+REMOVE_IT = "remove it"
 REMOVE_ONE = "remove one of them"
 
 
@@ -158,6 +168,11 @@ def _value_text(recipe: Recipe, key: str) -> str:
     return f"`{key}` is {format_value(value_of(recipe, key))}"
 
 
+def _keys(names: Iterable[str], table: str = "") -> str:
+    """Return keys, or names of keys in a table, as a row has them."""
+    return " ".join(f"{table}{name}" for name in names)
+
+
 def _run_rows(recipe: Recipe) -> Rows:
     """Yield the rows of mesh, batch, length, checkpoints and logs."""
     batch = recipe.batch
@@ -166,12 +181,14 @@ def _run_rows(recipe: Recipe) -> Rows:
     yield ValueCheck("mesh", lambda: parse_mesh(recipe.mesh, Key("mesh")))
     yield ValueCheck(DCN_KEY, lambda: _check_dcn_mesh(recipe))
     yield ValueCheck("rules", lambda: merge_rules(recipe.rules or (), origin=Key("rules")))
-    yield ValueCheck(WANDB_KEY, lambda: check_wandb_table(recipe.log.wandb))
-    yield ValueCheck("train.profile", lambda: _check_profile(train.profile))
+    for key, model in NESTED_TABLES.items():
+        table = value_of(recipe, key)
+        if table is not None:
+            yield ValueCheck(key, partial(parse_table, model, table, f"`{key}`"))
     for key in JSON_KEYS:
         yield ValueCheck(key, partial(_check_json_values, key, value_of(recipe, key)))
-    why = "both set the size of a micro-batch"
-    yield Conflict("batch.per_device & batch.per_replica", True, why, REMOVE_ONE)
+    for keys, meaning in SAME_MEANING.items():
+        yield Conflict(keys, True, f"both set {meaning}", REMOVE_ONE)
     micro_keys = [name for name in ("per_device", "per_replica") if getattr(batch, name)]
     why = f"`size` and `{''.join(micro_keys)}` already determine it"
     is_determined = batch.size and len(micro_keys) == 1
@@ -180,14 +197,10 @@ def _run_rows(recipe: Recipe) -> Rows:
     why = "none of `size`, `per_device` and `per_replica` is set"
     has_size = batch.size or micro_keys
     yield Conflict("batch", not has_size, why, "`size = 32` in [batch]", what)
-    yield Conflict("train.steps & train.epochs", True, "both set the length of the run", REMOVE_ONE)
     what = "`train` does not set the length of the run"
     why = "neither `steps` nor `epochs` is set"
     has_length = train.steps or train.epochs
     yield Conflict("train", not has_length, why, "`steps = 1000` in [train]", what)
-    why = "both set the same interval"
-    yield Conflict("train.eval_every & train.eval_every_epochs", True, why, REMOVE_ONE)
-    yield Conflict("checkpoint.every & checkpoint.every_epochs", True, why, REMOVE_ONE)
     dtype = recipe.model.param_dtype
     is_resumed = checkpoint.optimizer_state and checkpoint.dtype != dtype
     why = f"to resume with its optimizer state, a run needs saved {dtype} parameters"
@@ -208,9 +221,6 @@ def _evaluation_rows(recipe: Recipe) -> Rows:
     has_interval = recipe.train.eval_every or recipe.train.eval_every_epochs is not None
     best = recipe.checkpoint.best
     best_is = recipe.checkpoint.best_is
-    why = "both set the evaluation data"
-    yield Conflict("data.holdout & data.eval_path", True, why, REMOVE_ONE)
-    yield Conflict("data.holdout & data.eval_split", True, why, REMOVE_ONE)
     why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
     hint = "`holdout = 0.05` in [data]"
     keys = "train.eval_every train.eval_every_epochs eval.limit checkpoint.best eval.patience"
@@ -227,9 +237,7 @@ def _evaluation_rows(recipe: Recipe) -> Rows:
     hint = '`best_is = "highest"` or `best_is = "lowest"` in [checkpoint]'
     yield Conflict("checkpoint.best", direction is None and best_is is None, why, hint)
     is_other = direction is not None and direction != best_is
-    yield Conflict(
-        "checkpoint.best_is", is_other, f"the {direction} {best} is the best", "remove it"
-    )
+    yield Conflict("checkpoint.best_is", is_other, f"the {direction} {best} is the best", REMOVE_IT)
     length = recipe.data.seq_length
     why = f"windows have {length} tokens (`data.seq_length`), so tokens between them would be left out"
     is_longer = (recipe.eval.stride or 0) > length
@@ -273,19 +281,19 @@ def _lora_rows(recipe: Recipe) -> Rows:
     """Yield the rows of adapters."""
     lora = recipe.lora
     # The dtype of the base is a choice of the run, not of the adapter's files.
-    keys = " ".join(key for key in LORA_KEYS if key != "lora.base_dtype")
+    keys = _keys(key for key in LORA_KEYS if key != "lora.base_dtype")
     why = f"`lora.path` is {format_value(lora.path)}, and the adapter has its own"
-    yield Conflict(f"lora.rank {keys}", lora.path is not None, why, "remove it")
+    yield Conflict(f"lora.rank {keys}", lora.path is not None, why, REMOVE_IT)
     is_empty = not lora.targets and not lora.target_parameters
-    yield Conflict("lora.targets", is_empty, "no projection has an adapter", "remove it")
+    yield Conflict("lora.targets", is_empty, "no projection has an adapter", REMOVE_IT)
     why = "`lora.target_parameters` is set, and PEFT has no dropout for experts in one tensor"
     yield Conflict("lora.dropout", lora.target_parameters, why, REMOVE_ONE)
+    why = f"an alpha is at least {1 / MAX_ALPHA:g} and at most {MAX_ALPHA:g}"
     for key, alphas in (
         ("lora.alpha", [lora.alpha or 1.0]),
         ("lora.alpha_pattern", lora.alpha_pattern.values()),
     ):
         is_outside = not all(1 / MAX_ALPHA <= alpha <= MAX_ALPHA for alpha in alphas)
-        why = f"an alpha is at least {1 / MAX_ALPHA:g} and at most {MAX_ALPHA:g}"
         yield Conflict(key, is_outside, why, "`alpha = 32` in [lora]")
     what = "`lora` needs a checkpoint"
     why = "adapters are trained for a checkpoint, and `model.init` is random"
@@ -294,24 +302,20 @@ def _lora_rows(recipe: Recipe) -> Rows:
     yield Conflict(key, recipe.model.is_random, why, hint, what)
     why = "the adapters have moments of their own, which the checkpoint lacks"
     yield Conflict("model.training_state", lora.is_enabled, why, "remove [lora] or the key")
-    changed = [key for key in LORA_KEYS if _is_set(recipe, key)]
+    changed = _keys([key for key in LORA_KEYS if _is_set(recipe, key)][:1])
     why = "there are no adapters: `lora.rank` is 0"
-    if changed:
-        yield Conflict(changed[0], not lora.is_enabled, why, "`rank = 16` in [lora]")
+    yield Conflict(changed, not lora.is_enabled, why, "`rank = 16` in [lora]")
 
 
 def _optimizer_rows(recipe: Recipe) -> Rows:
     """Yield the rows of the learning rate, its schedule, and patterns of leaves."""
     table = recipe.optimizer
     warmup_keys = "optimizer.warmup_steps optimizer.warmup_ratio"
-    why = "both set the length of warm-up"
-    yield Conflict(warmup_keys.replace(" ", " & "), True, why, REMOVE_ONE)
     yield ValueCheck(warmup_keys, lambda: _check_schedule(recipe))
     for kind, decay in DECAYS.items():
-        keys = " ".join(f"optimizer.{name}" for name in decay.keys)
         why = f"`optimizer.schedule` is {table.schedule}"
         hint = f"`schedule = {format_value(kind)}` in [optimizer]"
-        yield Conflict(keys, table.schedule != kind, why, hint)
+        yield Conflict(_keys(decay.keys, "optimizer."), table.schedule != kind, why, hint)
     is_straight = table.schedule == "wsd" and table.cooldown_shape != "cosine"
     why = f"`optimizer.cooldown_shape` is {table.cooldown_shape or 'linear'}"
     hint = '`cooldown_shape = "cosine"` in [optimizer]'
@@ -332,23 +336,20 @@ def _dataset_rows(data: Data) -> Rows:
     """Yield the rows of the keys that turn the records of one dataset into examples."""
     has_columns = data.type in DEFAULT_FIELDS
     from_example = data.fields_from_example
-    for key, use in COLUMN_USES.items():
-        # The recipes that earlier versions kept with a run have the format `text` for all types.
-        is_other = not has_columns and getattr(data, key.removeprefix("data.")) != PLAIN
-        why = f"it {use} of json objects, but `data.type` is {data.type}"
-        yield Conflict(key, is_other, why, text("{}", Key("data.type", "json")))
+    # The recipes that earlier versions kept with a run have the format `text` for all types.
+    keys = _keys(key for key in COLUMN_KEYS if getattr(data, key.removeprefix("data.")) != PLAIN)
+    why = f"it is for columns of json objects, but `data.type` is {data.type}"
+    yield Conflict(keys, not has_columns, why, text("{}", Key("data.type", "json")))
     has_fields_twice = has_columns and from_example is not None
     why = f"`data.fields_from_example` is {format_value(from_example)}"
     yield Conflict("data.fields", has_fields_twice, why, REMOVE_ONE)
-    yield Conflict(
-        "data.format", has_fields_twice and data.format in FORMAT_FIELDS, why, REMOVE_ONE
-    )
-    is_chat = data.format in CHAT_FORMATS
-    has_list = has_columns and from_example is None and not is_chat and not data.has_auto_shape
+    has_format_twice = has_fields_twice and data.format in FORMAT_FIELDS
+    yield Conflict("data.format", has_format_twice, why, REMOVE_ONE)
+    may_lack_source = from_example is None and not data.has_auto_shape
+    has_list = has_columns and may_lack_source and data.format not in CHAT_FORMATS
     if has_list:
         yield ValueCheck("data.fields", lambda: parse_fields(data.fields or ""))
     corrupts_spans = data.objective == SPAN_CORRUPTION
-    may_lack_source = from_example is None and not data.has_auto_shape
     lacks_source = may_lack_source and not (has_list and _may_have_source(data.fields or ""))
     why = "`data.fields` has no source in brackets"
     hint = text("{}", Key("data.fields", "[article], summary"))
@@ -357,16 +358,16 @@ def _dataset_rows(data: Data) -> Rows:
     yield Conflict("data.source_prefix", lacks_source, why, hint)
     why = f"`data.objective` is {data.objective}"
     hint = text("{}", Key("data.objective", SPAN_CORRUPTION))
-    yield Conflict(" ".join(NOISE_KEYS), not corrupts_spans, why, hint)
+    yield Conflict(_keys(NOISE_KEYS), not corrupts_spans, why, hint)
     if not corrupts_spans:
         return
-    keys = f"data.source_length data.seq_length {' '.join(NOISE_KEYS)}"
+    keys = f"data.source_length data.seq_length {_keys(NOISE_KEYS)}"
     yield ValueCheck(keys, lambda: recipe_span_sizes(data))
     why = "span corruption takes blocks of concatenated text"
     keys = "data.fields_from_example data.packing data.always_start_with_bos"
-    yield Conflict(keys, True, why, "remove it")
-    yield Conflict("data.format", data.format != PLAIN, why, "remove it")
-    yield Conflict("data.fields", "[" in (data.fields or ""), why, "remove it")
+    yield Conflict(keys, True, why, REMOVE_IT)
+    yield Conflict("data.format", data.format != PLAIN, why, REMOVE_IT)
+    yield Conflict("data.fields", "[" in (data.fields or ""), why, REMOVE_IT)
 
 
 def _mixture_rows(data: Data) -> Rows:
@@ -396,13 +397,64 @@ def _mixture_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem((SOURCES_KEY,), what, problem.why, problem.hint)
 
 
+def chat_problems(data: Data, *, is_only: bool = True) -> Iterator[Problem]:
+    """Yield keys that do not fit conversations, and keys of conversations for other data.
+
+    Args:
+        data: Data of one source. Any of it may be found by its columns, if it names no format.
+        is_only: Whether it is the only source. In a mixture the keys may be meant for another one.
+    """
+    if data.format != AUTO:
+        yield from _problems(_chat_rows(data, is_only), Recipe.model_construct(data=data))
+
+
+def _chat_rows(data: Data, is_only: bool) -> Rows:
+    """Yield the rows of conversations in data with a known format."""
+    is_chat = data.format in CHAT_FORMATS
+    why = f"there are no conversations: `data.format` is {data.format}"
+    yield Conflict(_keys(CHAT_KEYS), is_only and not is_chat, why, REMOVE_IT)
+    has_template = is_chat and data.type in DEFAULT_FIELDS and data.fields_from_example is None
+    why = f"`data.format` is {data.format}, and its template makes the text"
+    yield Conflict("data.prepend_text data.subfield_separator", has_template, why, REMOVE_IT)
+    # The loss of turns that TRAINING can find
+    is_other = data.chat_template == TRAINING and data.loss not in (("assistant",), ("last",))
+    why = "`data.chat_template` is training, which finds the turns of the assistant only"
+    hint = '`loss = "assistant"` or `loss = "last"` in [data]'
+    yield Conflict("data.loss", is_chat and is_other, why, hint)
+
+
+def check_model_fit(data: Data, *, has_encoder: bool) -> None:
+    """Raise UsageError if a model with or without an encoder cannot train on the sequences of the data."""
+    for problem in _problems(_encoder_rows(data, has_encoder), Recipe.model_construct(data=data)):
+        raise usage_error(problem.what, problem.why, problem.hint)
+
+
+def _encoder_rows(data: Data, has_encoder: bool) -> Rows:
+    """Yield the rows of data for a model with or without an encoder."""
+    why = "the model has an encoder: each pair of a source and a target is a sequence of its own"
+    yield Conflict("data.packing", has_encoder, why, REMOVE_IT)
+    why = "the model has an encoder: sources and targets are truncated"
+    yield Conflict("data.overlong", has_encoder, why, REMOVE_IT)
+    why = "files of this type have no records, whose tokens can be cut"
+    yield Conflict("data.overlong", data.type not in DEFAULT_FIELDS, why, REMOVE_IT)
+    why = "the model has no encoder to read the text without the spans"
+    yield Conflict("data.objective", not has_encoder, why, "remove it, or take a T5 model")
+    lacks_length = has_encoder and data.source_length is None
+    has_source = data.fields_from_example is not None
+    if lacks_length and not has_source and data.fields is not None:
+        has_source = bool(parse_fields(data.fields).source)
+    what = "`data.source_length` is missing"
+    why = "the model has an encoder, which reads at most that number of tokens of a source"
+    hint = text("{}", Key("data.source_length", 512))
+    yield Conflict("data", lacks_length and has_source, why, hint, what)
+
+
 def _overflow_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield numbers that are too large or too small for int32 or float32."""
     for key in keys_of(recipe):
         value = value_of(recipe, key)
-        if not isinstance(value, int | float) or not (
-            key in INT32_KEYS or key.startswith(("batch.", "optimizer.", "loss."))
-        ):
+        is_computed = key in INT32_KEYS or key.startswith(("batch.", "optimizer.", "loss."))
+        if not is_computed or not isinstance(value, int | float):
             continue
         # The step computes in int32 and float32: a larger number would wrap around or be infinite.
         maximum = MAX_FLOAT32
@@ -416,8 +468,11 @@ def _overflow_problems(recipe: Recipe) -> Iterator[Problem]:
         elif MAX_BELOW_1 < value < 1 and "exclusiveMaximum" in KEY_SCHEMAS[key]:
             why = f"out of range: the largest number below 1 is {MAX_BELOW_1}"
         if why:
-            hint = f"`{key} = {example_value(KEY_SCHEMAS[key])}`"
+            hint = f"`{key} = {to_toml(example_value(KEY_SCHEMAS[key]))}`"
             yield Problem((key,), _value_text(recipe, key), why, hint)
+
+
+# --- Checks of values
 
 
 def _may_have_source(fields: str) -> bool:
@@ -448,23 +503,6 @@ def _check_schedule(recipe: Recipe) -> None:
         build_lr_schedule(table, steps)
 
 
-def _check_profile(profile: Mapping[str, object] | None) -> None:
-    """Raise UsageError if the table of a profile is invalid."""
-    if profile is None:
-        return
-    # `isinstance(True, int)` is true, and a bool is no number of steps.
-    invalid = [key for key, value in profile.items() if type(value) is not int or value < 1]
-    why = ""
-    if {*profile} != {"start", "steps"}:
-        why = f"its keys are {', '.join(profile) or 'missing'}, not start and steps"
-    elif invalid:
-        why = f"{invalid[0]} is {format_value(profile[invalid[0]])}, not a positive integer"
-    if why:
-        raise usage_error(
-            "`train.profile` is invalid", why, "`profile = { start = 10, steps = 3 }`"
-        )
-
-
 def _check_json_values(key: str, value: object) -> None:
     """Raise UsageError if a value has a date or a time. TOML has them, and JSON does not."""
     pending = [value]
@@ -476,114 +514,5 @@ def _check_json_values(key: str, value: object) -> None:
             pending += item
         elif isinstance(item, date | time):
             why = "a chat template gets values of JSON, which has no dates"
-            raise usage_error(
-                f"`{key}` has {to_toml(item)}", why, f"quote it: `{to_toml(str(item))}`"
-            )
-
-
-def chat_problems(data: Data, *, is_only: bool = True) -> Iterator[Problem]:
-    """Yield keys that do not fit conversations, and keys of conversations for other data.
-
-    Args:
-        data: Data of one source. Any of it may be found by its columns, if it names no format.
-        is_only: Whether it is the only source. In a mixture the keys may be meant for another one.
-    """
-    if data.format == AUTO:
-        return
-    if data.format not in CHAT_FORMATS:
-        if is_only:
-            why = f"there are no conversations: `data.format` is {data.format}"
-            yield from _set_key_problems(data, CHAT_KEYS, why)
-        return
-    if data.type in DEFAULT_FIELDS and data.fields_from_example is None:
-        why = f"`data.format` is {data.format}, and its template makes the text"
-        yield from _set_key_problems(data, ("data.prepend_text", "data.subfield_separator"), why)
-    # The loss of turns that TRAINING can find
-    if data.chat_template == TRAINING and data.loss not in (("assistant",), ("last",)):
-        why = "`data.chat_template` is training, which finds the turns of the assistant only"
-        yield Problem(
-            ("data.loss",),
-            f"`data.loss` is {format_value(data.loss)}",
-            why,
-            '"assistant" or "last"',
-        )
-
-
-def _set_key_problems(data: Data, keys: Iterable[str], why: str) -> Iterator[Problem]:
-    """Yield the keys that do not have their default."""
-    for key in keys:
-        # A default counts as absent, even if it is written: the complete recipe that a run keeps
-        # has all keys, and must load without errors.
-        name = key.removeprefix("data.")
-        value = getattr(data, name)
-        if value != type(data).model_fields[name].default:
-            yield Problem((key,), f"`{key}` is {format_value(value)}", why, "remove it")
-
-
-def check_source_length(data: Data, *, has_encoder: bool) -> None:
-    """Raise UsageError if an encoder reads sources of the data and the recipe does not limit their length."""
-    if not has_encoder or data.source_length is not None:
-        return
-    if data.fields_from_example is not None or (data.fields and parse_fields(data.fields).source):
-        why = "the model has an encoder, which reads at most that number of tokens of a source"
-        raise usage_error(
-            "`data.source_length` is missing", why, text("{}", Key("data.source_length", 512))
-        )
-
-
-def check_packing(data: Data, *, has_encoder: bool) -> None:
-    """Raise UsageError if a model with or without an encoder cannot train on the sequences of the data."""
-    if has_encoder and data.packing != CONCATENATED:
-        why = (
-            "the model has an encoder: each pair of a source and a target is a sequence of its own"
-        )
-        raise usage_error(f"`data.packing` is {format_value(data.packing)}", why, "remove it")
-    if data.overlong != WHOLE_TOKENS and (has_encoder or data.type not in DEFAULT_FIELDS):
-        why = "files of this type have no records, whose tokens can be cut"
-        if has_encoder:
-            why = "the model has an encoder: sources and targets are truncated"
-        raise usage_error(f"`data.overlong` is {format_value(data.overlong)}", why, "remove it")
-    if data.objective == SPAN_CORRUPTION and not has_encoder:
-        why = "the model has no encoder to read the text without the spans"
-        raise usage_error(
-            f"`data.objective` is {format_value(data.objective)}",
-            why,
-            "remove it, or take a T5 model",
-        )
-
-
-def check_wandb_table(table: Mapping[str, object] | None) -> None:
-    """Check the keys of `log.wandb`, which are arguments of `wandb.init`, and `offline`.
-
-    Raises:
-        UsageError: A key is unknown, `project` is missing, or a value has another type.
-    """
-    if table is None:
-        return
-    # JSON schemas of a recipe describe two levels, e.g. `log.wandb`. The third level is checked here.
-    for key, value in table.items():
-        if key not in WANDB_KEYS:
-            hint = did_you_mean(key, WANDB_KEYS)
-            raise usage_error(
-                f"unknown key `{key}` in `{WANDB_KEY}`", f"known: {', '.join(WANDB_KEYS)}", hint
-            )
-        if key == "offline":
-            is_valid = isinstance(value, bool)
-        elif key == "tags":
-            is_valid = isinstance(value, list) and all(map(_is_tag, value))
-        else:
-            is_valid = isinstance(value, str) and bool(value)
-        if not is_valid:
-            tags = f"a list of texts of 1 to {MAX_TAG_CHARS} characters"
-            kind = {"tags": tags, "offline": "true or false"}.get(key, "text")
-            raise usage_error(
-                f"`{key}` in `{WANDB_KEY}` is {value!r:.60}", f"it takes {kind}", f"change `{key}`"
-            )
-    if "project" not in table:
-        raise usage_error(
-            f"`{WANDB_KEY}` has no `project`", "W&B groups runs by project", '`project = "NAME"`'
-        )
-
-
-def _is_tag(value: object) -> bool:
-    return isinstance(value, str) and 1 <= len(value) <= MAX_TAG_CHARS
+            hint = f"quote it: `{to_toml(str(item))}`"
+            raise usage_error(f"`{key}` has {to_toml(item)}", why, hint)

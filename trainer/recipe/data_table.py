@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
-from prepcli.core.errors import Key, PrepError, text, usage_error
-from trainer.recipe.formatting import describe_type, example_value, format_value, suggest
+from prepcli.core.errors import Key, text, usage_error
 from trainer.recipe.key_types import (
     STRICT,
     DataSources,
     KeySchema,
     LossTurns,
+    NonEmptyText,
     NonNegativeInt,
     Paths,
     PathText,
     PositiveFloat,
-    TemplateArguments,
+    Table,
     UnitInterval,
     if_absent,
+    parse_table,
 )
 from trainer.recipe.text_fields import (
     AUTO,
@@ -38,13 +40,14 @@ from trainer.recipe.text_fields import (
 )
 
 MAX_DOCUMENT_LIMIT = 1 << 40
+# More tokens than a block of span corruption has besides its source
+MAX_NOISE = 1 << 60
 SOURCES_KEY = "data.sources"
 EVAL_KEYS = ("eval_path", "eval_split")
 # Keys of `[data]` that name one dataset. With sources each source has its own.
 DATASET_KEYS = ("path", "eval_path", "eval_split", "config", "split", "revision")
 # Paths in which `~` and `${NAME}` are expanded.
 SOURCE_PATHS = ("path", "eval_path")
-NonEmptyText = Annotated[str, Field(min_length=1)]
 # Value of `data.objective`.
 SPAN_CORRUPTION = "span_corruption"
 # Setting that hints show.
@@ -139,7 +142,7 @@ class Data(BaseModel):
         examples=["training"],
         json_schema_extra=if_absent("the tokenizer's template"),
     )
-    template_args: TemplateArguments | None = Field(
+    template_args: Table | None = Field(
         default=None,
         description="variables of the chat template, such as `{ enable_thinking = false }`",
         examples=[{"enable_thinking": False}],
@@ -358,22 +361,20 @@ def parse_sources(data: Data) -> tuple[DataSource, ...]:
         UsageError: A table is invalid, two have the same name, or only some have a weight.
     """
     tables = data.sources or ()
-    sources = tuple(_parse_source(number, table) for number, table in enumerate(tables, start=1))
+    sources: list[DataSource] = []
+    for number, table in enumerate(tables, start=1):
+        sources.append(parse_table(DataSource, table, f"table {number} of `{SOURCES_KEY}`"))
     names = [source.name for source in sources]
-    if len({*names}) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise usage_error(
-            f"two tables of `{SOURCES_KEY}` have the name {twice!r}", "", "give each its own name"
-        )
+    for name in names:
+        if names.count(name) > 1:
+            what = f"two tables of `{SOURCES_KEY}` have the name {name!r}"
+            raise usage_error(what, hint="give each its own name")
     unweighted = [source.name for source in sources if source.weight is None]
     if 0 < len(unweighted) < len(names):
+        what = f"only some tables of `{SOURCES_KEY}` have a weight"
         why = f"without one: {', '.join(unweighted)}"
-        raise usage_error(
-            f"only some tables of `{SOURCES_KEY}` have a weight",
-            why,
-            "give all of them one, or none",
-        )
-    return sources
+        raise usage_error(what, why, "give all of them one, or none")
+    return tuple(sources)
 
 
 def source_data(data: Data, source: DataSource) -> Data:
@@ -410,33 +411,6 @@ def split_sources(data: Data) -> Iterator[tuple[DataSource | None, Data]]:
         yield None, data
     for source in parse_sources(data):
         yield source, source_data(data, source)
-
-
-def _parse_source(number: int, table: Mapping[str, object]) -> DataSource:
-    try:
-        return DataSource.model_validate(table)
-    except ValidationError as error:
-        details = error.errors(include_url=False)[0]
-    # Outside of the `except` block, so that the error has no pydantic error as its context.
-    raise _key_error(number, str(details["loc"][0]), details["type"], table)
-
-
-def _key_error(number: int, key: str, error_type: str, table: Mapping[str, object]) -> PrepError:
-    """Return the error for a key of a table that is unknown, missing or invalid."""
-    place = f"table {number} of `{SOURCES_KEY}`"
-    if key not in SOURCE_SCHEMAS:
-        similar = suggest(key, SOURCE_SCHEMAS)
-        hint = f"known: {', '.join(SOURCE_SCHEMAS)}"
-        if similar:
-            hint = f"did you mean `{similar}`?"
-        return usage_error(f"{place}: unknown key `{key}`", "", hint)
-    schema = SOURCE_SCHEMAS[key]
-    if error_type == "missing" and key not in table:
-        state = "missing"
-    else:
-        state = format_value(table.get(key))
-    why = f"it takes {describe_type(schema)}: {schema['description']}"
-    return usage_error(f"{place}: `{key}` is {state}", why, f"`{key} = {example_value(schema)}`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,15 +453,10 @@ def span_sizes(source_length: int, *, noise_density: float, mean_span_length: fl
     # The source of a block is shorter than the block, e.g. with density 0.15 and spans of 3:
     # 568 tokens have 85 of noise in 28 spans. The source has 568 - 85 + 28 + 1 = 512 tokens, the target
     # 85 + 28 + 1 = 114. A block of 569 tokens would have a source of 513.
-    # Sources do not shrink when blocks grow: step far ahead, then back in halves.
-    length = source_length
-    step = 1
-    while sizes(length + step).source_length <= source_length:
-        step *= 2
-    while step > 1:
-        step //= 2
-        if sizes(length + step).source_length <= source_length:
-            length += step
+    # Sources do not shrink when blocks grow.
+    lengths = range(source_length, source_length + MAX_NOISE)
+    n_fitting = bisect_right(lengths, source_length, key=lambda n: sizes(n).source_length)
+    length = lengths[max(n_fitting - 1, 0)]
     if noise_density == 0.5 and sizes(length).target_length > sizes(length).source_length:
         # As in the source: sources and targets then have equal lengths.
         length -= 1

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from prepcli.core.formatting import count_text
 from trainer.recipe.data_table import Data, split_sources
-from trainer.recipe.formatting import to_toml
-from trainer.recipe.hints import accepts
+from trainer.recipe.key_types import takes_any_text, to_toml
 from trainer.recipe.lr_schedule import DECAYS, LRSchedule, build_lr_schedule, warmup_steps_of
 from trainer.recipe.tables import EVAL_LOSS, Recipe, Train, key_schemas_of, value_of
 from trainer.recipe.text_fields import CHAT_FORMATS, FORMAT_FIELDS, WHOLE_TOKENS
@@ -41,37 +39,25 @@ def recipe_to_toml(recipe: Recipe, origins: Mapping[str, str]) -> str:
         recipe: The recipe.
         origins: Origins of values from outside the file, by dotted key. Written as comments.
     """
-    return "\n".join(_toml_lines(recipe, origins)) + "\n"
-
-
-def _toml_lines(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[str]:
-    """Yield the lines of a recipe with all keys, each with the origin of its value."""
+    lines: list[str] = []
     current_table = ""
-    schemas = key_schemas_of(recipe.optimizer.type)
-    for key in schemas:
+    for key, key_schema in key_schemas_of(recipe.optimizer.type).items():
         table, _, name = key.rpartition(".")
         if table == PROCESS_TABLE:
             continue
         if table != current_table:
-            yield from ("", f"[{table}]")
+            lines += ["", f"[{table}]"]
             current_table = table
         value = value_of(recipe, key)
+        # A list of one text becomes the text if the key takes it.
+        is_one = isinstance(value, tuple) and len(value) == 1 and isinstance(value[0], str)
+        if is_one and takes_any_text(key_schema):
+            value = value[0]
+        line = f"{name} = {to_toml(value)}"
         if value is None:
-            line = f"# {name}: {schemas[key].get('absent')}"
-        else:
-            line = f"{name} = {_value_text(key, value)}"
-        yield f"{line:<{COMMENT_COLUMN}}# {origins[key]}" if key in origins else line
-
-
-def _value_text(key: str, value: Any) -> str:
-    """Return a value as TOML. A list of one text becomes the text if the key accepts it."""
-    is_one_text = (
-        isinstance(value, tuple)
-        and len(value) == 1
-        and isinstance(value[0], str)
-        and accepts(key, value[0])
-    )
-    return to_toml(value[0] if is_one_text else value)
+            line = f"# {name}: {key_schema.get('absent')}"
+        lines.append(f"{line:<{COMMENT_COLUMN}}# {origins[key]}" if key in origins else line)
+    return "\n".join(lines) + "\n"
 
 
 def recipe_lines(recipe: Recipe) -> Iterator[str]:

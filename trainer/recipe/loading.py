@@ -1,4 +1,4 @@
-"""Load a recipe from a file and `--set` options. One error lists all diagnostics with their lines."""
+"""Load a recipe from a file and `--set` options. One error lists all faults with their lines."""
 
 from __future__ import annotations
 
@@ -8,51 +8,51 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from prepcli.core.errors import Command, Option, PrepError, Text, join_texts, text, usage_error
+from prepcli.core.errors import Command, Key, Option, PrepError, join_texts, text, usage_error
+from prepcli.core.formatting import did_you_mean, printable_line, shorten
 from trainer.recipe.conflicts import find_problems
 from trainer.recipe.data_table import SOURCE_PATHS, SOURCES_KEY, SPAN_CORRUPTION, Data
-from trainer.recipe.formatting import (
+from trainer.recipe.hints import guess, unknown_key_hint
+from trainer.recipe.key_types import (
+    MAX_VALUE_CHARS,
     TomlTable,
     TomlValue,
     describe_type,
     example_value,
-    format_text,
     format_value,
     key_line_numbers,
     parse_override_value,
     parse_toml,
-    suggest,
-)
-from trainer.recipe.hints import (
-    MAX_HINTED,
-    correct_value,
-    guess_key,
-    override_hint,
-    similar_choice,
-    unknown_key_hint,
-    unknown_leaves,
+    to_toml,
 )
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
-from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES, Recipe, is_path
+from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES, Recipe, is_path, takes_table
 from trainer.recipe.text_fields import AUTO, DEFAULT_FIELDS, FORMAT_FIELDS, PLAIN
 
 ENV_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 # Control characters, and the surrogates of bytes of an argument that are not UTF-8.
 INVALID_VALUE_CHARS = re.compile(r"[\x00-\x08\n-\x1f\x7f\ud800-\udfff]")
-# Each folder of weights has at least one of these files.
-CHECKPOINT_FILES = ("config.json", "prep-manifest.json", "_METADATA")
-MAX_LISTED_RECIPES = 5
 # Limit on the memory that a wrong path, such as a file of weights, can take.
 MAX_RECIPE_NBYTES = 16 << 20
-# Diagnostics that are listed. The rest are counted.
+# Maximum number of unknown keys that get a hint: searching a similar key takes a millisecond.
+MAX_HINTED = 100
+# Faults that are listed. The rest are counted.
 MAX_SHOWN = 20
 OVERRIDES = Option("overrides")
 RECIPES_HINT = text("{} lists recipes", Command("recipes"))
 ALL_KEYS_HINT = text("{} lists all keys", Command("docs", "recipes"))
+
+
+class Fault(NamedTuple):
+    """One error of a recipe, with its place in the list of all errors."""
+
+    error: PrepError
+    # Lines of the file by number, then overrides, then missing keys.
+    order: tuple[int, int] = (1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,52 +85,22 @@ class RawRecipe:
 
     def line_number(self, key: str) -> int:
         """Return the line of a key, else of its table, or 0 for overridden keys and keys absent from the file."""
-        if key in self.overridden_keys:
-            return 0
-        parts = key.split(".")
-        prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-        return next((self.line_numbers[each] for each in prefixes if each in self.line_numbers), 0)
+        while key and key not in self.overridden_keys:
+            if key in self.line_numbers:
+                return self.line_numbers[key]
+            key = key.rpartition(".")[0]
+        return 0
 
-    def diagnostic(self, key: str, what: str, why: str = "", hint: str = "") -> Diagnostic:
-        """Return a diagnostic for a key, at its place: the override, file:line, or the file."""
-        if key in self.overridden_keys:
-            return _override_diagnostic(OVERRIDES, what, why, hint)
+    def fault(self, key: str, what: str, why: str = "", hint: str = "") -> Fault:
+        """Return the fault of a key with its place: the override, file:line, or the file."""
         line = self.line_number(key)
-        place = f"{self.path}:{line}" if line else f"{self.path}"
-        return Diagnostic(place, what, why, hint, line)
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnostic:
-    """One error of a recipe, with its place."""
-
-    place: str  # `FILE:LINE`, the option for overrides, or the file for a missing key
-    what: str  # What is wrong, as in `PrepError`
-    why: str = ""  # The value that causes it
-    hint: str = ""  # How to fix it
-    line: int = 0  # The line in the file, or 0 for overrides and missing keys
-    is_override: bool = False  # Whether the place is an override
-
-    @property
-    def text(self) -> Text:
-        """The diagnostic as one line of a list."""
-        what = text("{}: {}", self.place, self.what)
-        return join_texts(" - ", [part for part in (what, self.why, self.hint) if part])
-
-
-def _diagnostics_error(path: Path, diagnostics: Sequence[Diagnostic]) -> PrepError:
-    """Return one UsageError of all diagnostics: of the file by line, of overrides, of missing keys."""
-    # False sorts before True. Lines of the file come first. Overrides and missing keys both have line 0.
-    ordered = sorted(diagnostics, key=lambda item: (not item.line, item.line, not item.is_override))
-    if len(ordered) == 1:
-        only = ordered[0]
-        what = text("{}: {}", only.place, only.what)
-        return usage_error(what, only.why, only.hint or ALL_KEYS_HINT)
-    lines: list[str] = [diagnostic.text for diagnostic in ordered[:MAX_SHOWN]]
-    if len(ordered) > MAX_SHOWN:
-        lines.append(f"and {len(ordered) - MAX_SHOWN:,} more")
-    what = f"{path} has {len(ordered):,} errors"
-    return usage_error(what, join_texts("\n", lines), ALL_KEYS_HINT)
+        if key in self.overridden_keys:
+            return Fault(usage_error(text("{}: {}", OVERRIDES, what), why, hint))
+        if line:
+            return Fault(
+                usage_error(text("{}:{}: {}", self.path, line, what), why, hint), (0, line)
+            )
+        return Fault(usage_error(text("{}: {}", self.path, what), why, hint), (2, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +123,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
 
     Raises:
         PrepError: The file cannot be read.
-        UsageError: The recipe is missing or invalid. The error lists all diagnostics with their
-            lines.
+        UsageError: The recipe is missing or invalid. The error lists all faults with their lines.
     """
     return complete_recipe(read_recipe(path), overrides)
 
@@ -167,39 +136,57 @@ def complete_recipe(raw: RawRecipe, overrides: Sequence[str] = ()) -> LoadedReci
         overrides: `KEY=VALUE` texts of `--set`.
 
     Raises:
-        UsageError: The recipe is invalid. The error lists all diagnostics.
+        UsageError: The recipe is invalid. The error lists all faults.
     """
-    raw, diagnostics = apply_overrides(raw, overrides)
-    expanded, path_diagnostics = _expand_paths(raw)
-    tables = _with_dependent_defaults(raw, expanded)
+    raw, faults = apply_overrides(raw, overrides)
+    tables, path_faults = _expand_paths(raw)
+    tables = _with_dependent_defaults(raw, tables)
     recipe = _validate(tables)
-    intended_keys: set[str] = set()
+    # Unknown keys, and the known ones that they probably stand for. The latter are not missing.
+    intended: set[str] = set()
     if isinstance(recipe, ValidationError):
-        unknown = _pop_unknown_keys(tables, recipe, raw)
-        unknown_diagnostics, intended_keys = _describe_unknown_keys(unknown, raw)
-        diagnostics += unknown_diagnostics
-        # Conflicts of the known keys are reported with the unknown ones.
-        recipe = _validate(tables) if unknown else recipe
-    diagnostics += path_diagnostics
+        for number, path in enumerate(_pop_unknown_keys(tables, recipe, raw)):
+            hint = ""
+            if number < MAX_HINTED:
+                hint = unknown_key_hint(path)
+                intended |= {path, guess(path)}
+            faults.append(raw.fault(path, f"unknown key `{path}`", hint=hint))
+        # Faults of the known keys are reported with the unknown ones.
+        recipe = _validate(tables)
+    faults += path_faults
     # The key is not required with `model.init = "random"`.
     key = "model.path"
     is_random = raw.has("model.init") and raw.get("model.init") == "random"
-    if not (raw.has(key) or is_random or key in intended_keys):
-        diagnostics.append(_missing_key(key, raw))
-    if isinstance(recipe, Recipe):
-        # A misspelled key may cause a conflict in the table of the key that was meant.
-        affected_tables = {_table_name(key) for key in intended_keys}
-        for problem in find_problems(recipe):
-            if affected_tables.isdisjoint(map(_table_name, problem.keys)):
-                # The first key that the user wrote has a line. If all are defaults, the file is named.
-                key = next(filter(raw.has, problem.keys), problem.keys[0])
-                diagnostics.append(raw.diagnostic(key, problem.what, problem.why, problem.hint))
-    else:
-        diagnostics += _describe_errors(recipe, raw, intended_keys)
-    if diagnostics or not isinstance(recipe, Recipe):
-        raise _diagnostics_error(raw.path, diagnostics)
+    if not (raw.has(key) or is_random or key in intended):
+        faults.append(_missing_key(key, raw))
+    if isinstance(recipe, ValidationError):
+        faults += _value_faults(recipe, raw, intended)
+        raise _faults_error(raw.path, faults)
+    # A misspelled key may cause a conflict in the table of the key that was meant.
+    affected_tables = {_table_name(key) for key in intended}
+    for problem in find_problems(recipe):
+        if affected_tables.isdisjoint(map(_table_name, problem.keys)):
+            # The first key that the user wrote has a line. If all are defaults, the file is named.
+            key = next(filter(raw.has, problem.keys), problem.keys[0])
+            faults.append(raw.fault(key, problem.what, problem.why, problem.hint))
+    if faults:
+        raise _faults_error(raw.path, faults)
     origins = {key: "default" for key in KEY_SCHEMAS if not raw.has(key)}
     return LoadedRecipe(recipe, origins | dict.fromkeys(raw.overridden_keys, "override"))
+
+
+def _faults_error(path: Path, faults: Sequence[Fault]) -> PrepError:
+    """Return one UsageError of all faults in their order."""
+    errors = [fault.error for fault in sorted(faults, key=lambda fault: fault.order)]
+    if len(errors) == 1:
+        return errors[0].with_texts(hint=errors[0].hint or ALL_KEYS_HINT)
+    lines: list[str] = [error.message for error in errors[:MAX_SHOWN]]
+    if len(errors) > MAX_SHOWN:
+        lines.append(f"and {len(errors) - MAX_SHOWN:,} more")
+    return usage_error(f"{path} has {len(errors):,} errors", join_texts("\n", lines), ALL_KEYS_HINT)
+
+
+# --- The file
 
 
 def read_recipe(path: Path) -> RawRecipe:
@@ -215,17 +202,17 @@ def read_recipe(path: Path) -> RawRecipe:
         with path.open("rb") as file:
             data = file.read(MAX_RECIPE_NBYTES + 1)
     except FileNotFoundError:
-        similar_name = suggest(path.name, sorted(file.name for file in path.parent.glob("*.toml")))
-        hint = f"did you mean `{path.parent / similar_name}`?" if similar_name else RECIPES_HINT
+        names = sorted(file.name for file in path.parent.glob("*.toml"))
+        hint = did_you_mean(path.name, names) or RECIPES_HINT
         raise usage_error(f"{path} does not exist", "a recipe is a TOML file", hint) from None
     except IsADirectoryError:
-        raise _folder_error(path) from None
+        command = Command("train", "RECIPE.toml", Option("overrides", f"model.path={path}"))
+        hint = text("{} for a checkpoint; {}", command, RECIPES_HINT)
+        raise usage_error(f"{path} is a folder", "a recipe is a TOML file", hint) from None
     except OSError as error:
-        raise PrepError(
-            f"{path} cannot be read",
-            error.strerror or str(error),
-            "check the path and its permissions",
-        ) from None
+        why = error.strerror or str(error)
+        hint = "check the path and its permissions"
+        raise PrepError(f"{path} cannot be read", why, hint) from None
     if len(data) > MAX_RECIPE_NBYTES:
         why = f"it has more than {MAX_RECIPE_NBYTES:,} bytes"
         raise usage_error(f"{path} is not a recipe", why, RECIPES_HINT)
@@ -239,42 +226,30 @@ def read_recipe(path: Path) -> RawRecipe:
     return RawRecipe(path, _parse_recipe(content, path), line_numbers=key_line_numbers(content))
 
 
-def _folder_error(folder: Path) -> PrepError:
-    recipes = sorted(folder.glob("*.toml"))[:MAX_LISTED_RECIPES]
-    if recipes or not any((folder / name).exists() for name in CHECKPOINT_FILES):
-        hint = RECIPES_HINT
-        if recipes:
-            hint = f"recipes in it: {', '.join(map(str, recipes))}"
-        return usage_error(f"{folder} is a folder", "a recipe is a TOML file", hint)
-    train = Command("train", "RECIPE.toml", Option("overrides", f"model.path={folder}"))
-    hint = text("{}; {}", train, RECIPES_HINT)
-    return usage_error(f"{folder} is a checkpoint", "a recipe is a TOML file", hint)
-
-
 def _parse_recipe(content: str, path: Path) -> TomlTable:
     """Parse a recipe. Raise PrepError with the line of an error."""
     try:
         return parse_toml(content)
     except tomllib.TOMLDecodeError as error:
         # E.g. "Invalid value (at line 3, column 8)" or "Unterminated string (at end of document)"
-        message, _, location = str(error).rpartition(" (at ")
-        line, column = re.findall(r"\d+", location) or (content.count("\n") + 1, None)
-        # E.g. "Cannot declare ('data', 'x') twice"
-        keys = re.sub(r"\('(.*?)',?\)", lambda match: f"`{match[1]}`", message)
-        why = keys[:1].lower() + keys[1:].replace("', '", ".")
-        if column:
-            why += f" (column {column})"
+        why = str(error)
+        match = re.search(r"\(at line (\d+)", why)
+        line = match[1] if match else content.count("\n") + 1
         hint: str = RECIPES_HINT
-        if message == "Invalid value":
+        if why.startswith("Invalid value"):
             hint = 'text needs quotes: `mesh = "1,1,8"`'
-        raise usage_error(f"{path}:{line}: invalid TOML", why, hint) from None
+        what = f"{path}:{line}: invalid TOML"
+        raise usage_error(what, why[:1].lower() + why[1:], hint) from None
     # tomllib recurses for nested lists, and `int` raises ValueError above its limit of digits.
     except (RecursionError, ValueError):
         why = "lists or tables are nested too deeply, or a number has too many digits"
         raise usage_error(f"{path}: not a recipe", why, RECIPES_HINT) from None
 
 
-def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe, list[Diagnostic]]:
+# --- Overrides
+
+
+def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe, list[Fault]]:
     """Apply `--set` options to a recipe. The last option for a key is used.
 
     Args:
@@ -284,32 +259,31 @@ def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe
             that may be absent.
 
     Returns:
-        The recipe with the overrides, and the diagnostics of invalid overrides.
+        The recipe with the overrides, and the faults of invalid overrides.
     """
     tables = _copy_tables(raw.tables)
     keys: set[str] = set()
-    diagnostics: list[Diagnostic] = []
+    faults: list[Fault] = []
     for argument in overrides:
-        override = _parse_override(argument)
-        if isinstance(override, Diagnostic):
-            diagnostics.append(override)
+        try:
+            key, value = _parse_override(argument)
+        except PrepError as error:
+            faults.append(Fault(error))
             continue
-        key, value = override
         table, _, name = key.rpartition(".")
         values = tables
         if table:
             values = tables.setdefault(table, {})
-        is_unset = value == "" and "absent" in KEY_SCHEMAS[key]
-        if isinstance(values, dict) and is_unset:
+        # If it is no table, validation reports it.
+        if not isinstance(values, dict):
+            keys.add(key)
+        elif value == "" and "absent" in KEY_SCHEMAS[key]:
             values.pop(name, None)
-        # Otherwise the file's table is invalid, and validation reports it.
-        elif isinstance(values, dict):
-            values[name] = value
-        if is_unset:
             keys.discard(key)
         else:
+            values[name] = value
             keys.add(key)
-    return replace(raw, tables=tables, overridden_keys=frozenset(keys)), diagnostics
+    return replace(raw, tables=tables, overridden_keys=frozenset(keys)), faults
 
 
 def _copy_tables(tables: Mapping[str, TomlValue]) -> TomlTable:
@@ -319,34 +293,30 @@ def _copy_tables(tables: Mapping[str, TomlValue]) -> TomlTable:
     }
 
 
-def _parse_override(override: str) -> tuple[str, TomlValue] | Diagnostic:
-    """Parse `KEY=VALUE`. Return the key and its value, or what is wrong."""
-    key, equals, value_text = (part.strip(" \t") for part in override.partition("="))
-    option = replace(OVERRIDES, value=format_text(override))
-    if not equals:
+def _parse_override(override: str) -> tuple[str, TomlValue]:
+    """Parse `KEY=VALUE`. Raise UsageError if it is invalid."""
+    key, equals, value = (part.strip(" \t") for part in override.partition("="))
+    argument = shorten(printable_line(override), MAX_VALUE_CHARS)
+    what = text("{} is invalid", replace(OVERRIDES, value=argument))
+    if key in TABLE_NAMES or not equals:
         hint = text("{}", replace(OVERRIDES, value="optimizer.lr=1e-4"))
-        return _override_diagnostic(option, "no value", "it takes KEY=VALUE", hint)
-    if key in TABLE_NAMES:
-        hint = text("{}", replace(OVERRIDES, value=f"{key}.KEY=VALUE"))
-        return _override_diagnostic(option, "a whole table", "it sets one key", hint)
+        raise usage_error(what, "it takes KEY=VALUE with one key", hint)
     if key not in KEY_SCHEMAS:
-        hint = unknown_key_hint(key, parse_override_value(value_text, None), is_override=True)
-        return _override_diagnostic(OVERRIDES, f"unknown key `{key}`", hint=hint)
-    if INVALID_VALUE_CHARS.search(value_text):
+        hint = unknown_key_hint(key, is_override=True)
+        raise usage_error(text("{}: unknown key `{}`", OVERRIDES, key), hint=hint)
+    if INVALID_VALUE_CHARS.search(value):
         why = "a value is one line of UTF-8 text without control characters"
-        return _override_diagnostic(option, "invalid value", why, "remove the character")
-    return key, parse_override_value(value_text, KEY_SCHEMAS[key])
+        raise usage_error(what, why, "remove the character")
+    return key, parse_override_value(value, KEY_SCHEMAS[key])
 
 
-def _override_diagnostic(option: Option, what: str, why: str = "", hint: str = "") -> Diagnostic:
-    """Return a diagnostic of an override."""
-    return Diagnostic(text("{}", option), what, why, hint, is_override=True)
+# --- Values that depend on the environment and on other values
 
 
-def _expand_paths(raw: RawRecipe) -> tuple[RawRecipe, list[Diagnostic]]:
-    """Expand `~` and `${NAME}` in all paths. Return the recipe, and the diagnostics of paths that cannot be."""
+def _expand_paths(raw: RawRecipe) -> tuple[TomlTable, list[Fault]]:
+    """Expand `~` and `${NAME}` in all paths. Return the tables, and the faults of paths that cannot be expanded."""
     tables = _copy_tables(raw.tables)
-    diagnostics: list[Diagnostic] = []
+    faults: list[Fault] = []
     for key in KEY_SCHEMAS:
         if (is_path(key) or key == SOURCES_KEY) and raw.has(key):
             table, _, name = key.partition(".")
@@ -355,8 +325,8 @@ def _expand_paths(raw: RawRecipe) -> tuple[RawRecipe, list[Diagnostic]]:
             try:
                 values[name] = _expand_value(raw.get(key), key)
             except PrepError as error:
-                diagnostics.append(raw.diagnostic(key, error.what, error.why, error.hint))
-    return replace(raw, tables=tables), diagnostics
+                faults.append(raw.fault(key, error.what, error.why, error.hint))
+    return tables, faults
 
 
 def _expand_value(value: TomlValue, key: str) -> TomlValue:
@@ -371,10 +341,9 @@ def _expand_value(value: TomlValue, key: str) -> TomlValue:
         return value
     for name in ENV_VARIABLE.findall(value):
         if name not in os.environ:
+            what = f"`{key}` needs the environment variable {name}"
             why = f"it is {format_value(value)}, and {name} is not set"
-            raise usage_error(
-                f"`{key}` needs the environment variable {name}", why, f"`export {name}=...`"
-            )
+            raise usage_error(what, why, f"`export {name}=...`")
     expanded = ENV_VARIABLE.sub(lambda match: os.environ[match[1]], value)
     # The value of a variable may contain `${`. It is not expanded again: with A = `${A}` that has no end.
     if "${" in expanded:
@@ -386,11 +355,11 @@ def _expand_value(value: TomlValue, key: str) -> TomlValue:
     return expanded
 
 
-def _with_dependent_defaults(raw: RawRecipe, expanded: RawRecipe) -> dict[str, Any]:
+def _with_dependent_defaults(raw: RawRecipe, expanded: TomlTable) -> dict[str, Any]:
     """Return all values with the defaults that depend on other values."""
     # Every table is present, so that pydantic reports missing keys instead of missing tables.
     tables: dict[str, Any] = {"name": raw.path.stem, **{name: {} for name in TABLE_NAMES}}
-    tables |= _copy_tables(expanded.tables)
+    tables |= expanded
     data = tables["data"]
     if not isinstance(data, dict):
         return tables
@@ -411,6 +380,9 @@ def _with_dependent_defaults(raw: RawRecipe, expanded: RawRecipe) -> dict[str, A
     return tables
 
 
+# --- Errors of pydantic
+
+
 def _validate(tables: Mapping[str, Any]) -> Recipe | ValidationError:
     try:
         return Recipe.model_validate(tables)
@@ -418,42 +390,36 @@ def _validate(tables: Mapping[str, Any]) -> Recipe | ValidationError:
         return error
 
 
-def _pop_unknown_keys(
-    tables: dict[str, Any], error: ValidationError, raw: RawRecipe
-) -> list[tuple[str, TomlValue]]:
-    """Remove the unknown keys from the tables. Return their paths and values in the order of the file."""
-    unknown: list[tuple[str, TomlValue]] = []
+def _pop_unknown_keys(tables: dict[str, Any], error: ValidationError, raw: RawRecipe) -> list[str]:
+    """Remove the unknown keys from the tables. Return their paths, and of an unknown table those of its values."""
+    paths: list[str] = []
     for item in error.errors(include_url=False):
         if item["type"] == "extra_forbidden":
             *table, name = _without_tag(item["loc"])
             values = tables[table[0]] if table else tables
-            unknown.append((".".join((*table, name)), values.pop(name)))
-    return sorted(unknown, key=lambda item: raw.line_number(item[0]))
+            path = ".".join((*table, name))
+            value = values.pop(name)
+            # A table may be the value of a key with another name, e.g. `rope_parameters`.
+            if len(paths) < MAX_HINTED and not takes_table(guess(path)):
+                paths += _leaves(path, value)
+            else:
+                paths.append(path)
+    return sorted(paths, key=raw.line_number)
 
 
-def _describe_unknown_keys(
-    unknown: Sequence[tuple[str, TomlValue]], raw: RawRecipe
-) -> tuple[list[Diagnostic], set[str]]:
-    """Return the diagnostics of unknown keys, and the known keys and tables that were probably meant."""
-    diagnostics: list[Diagnostic] = []
-    intended_keys: set[str] = set()
-    for path, value in unknown[:MAX_HINTED]:
-        for leaf, item in unknown_leaves(path, value):
-            hint = unknown_key_hint(leaf, item)
-            diagnostics.append(raw.diagnostic(leaf, f"unknown key `{leaf}`", hint=hint))
-            intended_keys |= {leaf, guess_key(leaf)}
-            if isinstance(item, dict):
-                table = suggest(leaf, TABLE_NAMES)
-                intended_keys |= {f"{table}.{key}" for key in item}
-    for path, _ in unknown[MAX_HINTED:]:
-        diagnostics.append(raw.diagnostic(path, f"unknown key `{path}`"))
-    return diagnostics, intended_keys - {""}
+def _leaves(path: str, value: TomlValue) -> Iterator[str]:
+    """Yield the path of a value, or the paths of all values in a table."""
+    if not isinstance(value, dict) or not value:
+        yield path
+        return
+    for key, item in value.items():
+        yield from _leaves(f"{path}.{key}", item)
 
 
-def _describe_errors(
-    error: ValidationError, raw: RawRecipe, intended_keys: Collection[str]
-) -> Iterator[Diagnostic]:
-    """Yield the diagnostics of missing keys and invalid values. Keys meant by unknown ones are not missing."""
+def _value_faults(
+    error: ValidationError, raw: RawRecipe, intended: Collection[str]
+) -> Iterator[Fault]:
+    """Yield the faults of missing keys and invalid values. Keys meant by unknown ones are not missing."""
     # A key with a union of types has one error per type. The dict keeps one of them per key.
     error_types: dict[str, str] = {}
     for item in error.errors(include_url=False):
@@ -466,7 +432,7 @@ def _describe_errors(
         is_missing = error_type == "missing" and not raw.has(key)
         if not is_missing:
             yield _invalid_value(key, raw)
-        elif key not in intended_keys:
+        elif key not in intended:
             yield _missing_key(key, raw)
 
 
@@ -478,31 +444,25 @@ def _without_tag(location: tuple[int | str, ...]) -> tuple[str, ...]:
     return parts
 
 
-def _missing_key(key: str, raw: RawRecipe) -> Diagnostic:
+def _missing_key(key: str, raw: RawRecipe) -> Fault:
     table, _, name = key.rpartition(".")
-    hint = f"`{name} = {example_value(KEY_SCHEMAS[key])}` in [{table}]"
-    return raw.diagnostic(key, f"`{key}` is missing", _describe_key(key), hint)
+    hint = f"`{name} = {to_toml(example_value(KEY_SCHEMAS[key]))}` in [{table}]"
+    return raw.fault(key, f"`{key}` is missing", _describe_key(key), hint)
 
 
-def _invalid_value(key: str, raw: RawRecipe) -> Diagnostic:
-    if key in TABLE_NAMES:
-        what = f"`{key}` is {format_value(raw.get(key))}"
-        return raw.diagnostic(key, what, "it takes a table", f"`[{key}]`, and its keys below")
-    key_schema = KEY_SCHEMAS[key]
+def _invalid_value(key: str, raw: RawRecipe) -> Fault:
     # Among the defaults only the name, taken from the file, can be invalid.
-    value = raw.path.stem
-    if raw.has(key):
-        value = raw.get(key)
-    corrected = correct_value(key, value)
-    similar = "" if corrected else similar_choice(value, key_schema)
-    toml_value = corrected or example_value(key_schema)
-    if similar:
-        hint = f"did you mean `{similar}`?"
-    elif key in raw.overridden_keys or raw.is_of_options:
-        hint = override_hint(key, toml_value)
-    else:
-        hint = f"`{key.rpartition('.')[2]} = {toml_value}`"
-    return raw.diagnostic(key, f"`{key}` is {format_value(value)}", _describe_key(key), hint)
+    value = raw.get(key) if raw.has(key) else raw.path.stem
+    what = f"`{key}` is {format_value(value)}"
+    if key in TABLE_NAMES:
+        return raw.fault(key, what, "it takes a table", f"`[{key}]`, and its keys below")
+    example = example_value(KEY_SCHEMAS[key])
+    hint = f"`{key.rpartition('.')[2]} = {to_toml(example)}`"
+    if key in raw.overridden_keys or raw.is_of_options:
+        if not isinstance(example, str | int):
+            example = to_toml(example)
+        hint = text("{}", Key(key, example, is_override=True))
+    return raw.fault(key, what, _describe_key(key), hint)
 
 
 def _describe_key(key: str) -> str:

@@ -1,14 +1,23 @@
-"""The recipe tables `[model]` and `[lora]`: the model to start from, how it is computed, and its adapters."""
+"""The recipe tables `[model]` and `[lora]`: the model to start from, its computation, rotary embedding and adapters."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from prepcli.core.errors import INVALID_CONFIG, Command, PrepError, text, usage_error
+from prepcli.core.formatting import did_you_mean
+from prepcli.core.json_values import HFConfig, JsonObject
 from prepcli.models.activation_memory import Offload, PolicyName
+from prepcli.models.architecture import ArchConfig
 from prepcli.models.lora_config import DEFAULT_TARGETS, LoraConfig
+from prepcli.models.registry import family_of
+from prepcli.models.rope_config import MAX_FLOAT32, Rope
 from trainer.recipe.key_types import (
+    MAX_VALUE_CHARS,
     STRICT,
     ActivationNames,
     DropoutRates,
@@ -21,12 +30,37 @@ from trainer.recipe.key_types import (
     RuleTexts,
     UnitInterval,
     if_absent,
+    parse_table,
 )
-from trainer.recipe.rope_overrides import RopeOverrides
 
 # Default of `alpha`.
 # The scale alpha / rank is then 2 for every rank.
 ALPHA_PER_RANK = 2
+SCALING_KEY = "model.rope_scaling"
+THETA_KEY = "model.rope_theta"
+POSITIONS_KEY = "model.max_position_embeddings"
+ORIGINAL = "original_max_position_embeddings"
+# Keys of the config that another scaling does not replace.
+KEPT_KEYS = ("rope_theta", "partial_rotary_factor")
+# Pairs of keys: the value of the first one must be the smaller one.
+ORDERED_KEYS = (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"))
+THETA_FIELDS = ("rope_theta", "rotary_emb_base")
+# transformers 4 reads theta outside of the scaling, transformers 5 inside of `rope_parameters`.
+VERSION_4_THETA = ("rope_theta", "rope_scaling")
+POSITION_FIELDS = ("max_position_embeddings", "n_positions", "n_ctx")
+OTHER_VALUE_HINT = "set another value, or remove the key from the recipe"
+# NTK-aware scaling stretches the lowest frequency theta^(-(d - 2)/d) by the factor and keeps the
+# highest one, which theta * factor^(d / (d - 2)) does.
+NTK_HINT = "`model.rope_theta` = theta * factor ** (d / (d - 2)), for heads with d rotated elements"
+
+ReadArch = Callable[[HFConfig], ArchConfig]
+Factor = Annotated[float, Field(gt=0, le=MAX_FLOAT32, examples=[4.0])]
+# One factor per rotated pair of elements
+Factors = Annotated[list[Factor], Field(examples=[[1.0, 1.5]])]
+Positions = Annotated[PositiveInt, Field(examples=[4096])]
+
+
+# --- The tables
 
 
 class Model(BaseModel):
@@ -266,3 +300,213 @@ class Lora(BaseModel):
             modules_to_save=self.modules_to_save,
             target_parameters=self.target_parameters,
         )
+
+
+# --- The rotary embedding
+
+
+@dataclass(frozen=True, slots=True)
+class RopeOverrides:
+    """Values of a recipe that replace those of a config.json. None keeps the value of the config."""
+
+    # `model.rope_scaling`, as in `rope_scaling` or `rope_parameters` of a config.json
+    scaling: HFConfig | None = None
+    theta: float | None = None  # `model.rope_theta`
+    max_positions: int | None = None  # `model.max_position_embeddings`
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The recipe keys that are set."""
+        values = {
+            SCALING_KEY: self.scaling,
+            THETA_KEY: self.theta,
+            POSITIONS_KEY: self.max_positions,
+        }
+        return tuple(key for key, value in values.items() if value is not None)
+
+
+class RopeScaling(BaseModel):
+    """The keys of `model.rope_scaling` that all types have. The required ones are those that transformers requires."""
+
+    model_config = STRICT
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Factor | None = None
+    partial_rotary_factor: Factor | None = None
+
+
+class LinearScaling(RopeScaling):
+    """The keys of the types linear and dynamic."""
+
+    factor: Factor
+
+
+class Llama3Scaling(LinearScaling):
+    """The keys of the type llama3."""
+
+    low_freq_factor: Factor
+    high_freq_factor: Factor
+    original_max_position_embeddings: Positions | None = None
+
+
+class YarnScaling(LinearScaling):
+    """The keys of the type yarn."""
+
+    original_max_position_embeddings: Positions | None = None
+    attention_factor: Factor | None = None
+    beta_fast: Factor | None = None
+    beta_slow: Factor | None = None
+    mscale: Factor | None = None
+    mscale_all_dim: Factor | None = None
+    truncate: bool = True
+
+
+class LongRopeScaling(RopeScaling):
+    """The keys of the type longrope."""
+
+    short_factor: Factors
+    long_factor: Factors
+    original_max_position_embeddings: Positions | None = None
+    factor: Factor | None = None
+    attention_factor: Factor | None = None
+
+
+SCALINGS: Mapping[str, type[RopeScaling]] = {
+    "default": RopeScaling,
+    "linear": LinearScaling,
+    "dynamic": LinearScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
+    "longrope": LongRopeScaling,
+}
+
+
+def check_rope_scaling(scaling: HFConfig) -> None:
+    """Check a rope scaling without a model.
+
+    Args:
+        scaling: Content of `model.rope_scaling`.
+
+    Raises:
+        UsageError: The type is not supported, a key is unknown or missing, or a value is invalid.
+    """
+    rope_type = str(scaling.get("rope_type", scaling.get("type", "")))
+    if rope_type not in SCALINGS:
+        what = f"rope type `{rope_type:.{MAX_VALUE_CHARS}}` is not supported"
+        if not rope_type:
+            what = f"`{SCALING_KEY}` has no `rope_type`"
+        hint = NTK_HINT if rope_type == "ntk" else did_you_mean(rope_type, SCALINGS)
+        raise usage_error(what, f"supported: {', '.join(SCALINGS)}", hint)
+    values = parse_table(SCALINGS[rope_type], scaling, f"`{SCALING_KEY}`")
+    for smaller, larger in ORDERED_KEYS:
+        low = getattr(values, smaller, None)
+        high = getattr(values, larger, None)
+        if low is not None and high is not None and low >= high:
+            what = f"`{SCALING_KEY}` has {smaller} {low:g} and {larger} {high:g}"
+            raise usage_error(what, f"{larger} must be the larger one", OTHER_VALUE_HINT)
+
+
+def override_rope(config: HFConfig, overrides: RopeOverrides) -> HFConfig:
+    """Return a config with another rotary embedding. Transformers reads the same one from it.
+
+    The original positions of a scaling are written out. If the overrides do not name them, they are
+    those that the unchanged config has for this scaling, usually its `max_position_embeddings`.
+
+    Args:
+        config: Content of a config.json.
+        overrides: Values to replace.
+
+    Raises:
+        UsageError: The family has no rotary embedding or several, or does not support the values.
+    """
+    if not overrides.keys:
+        return config
+    family = family_of(config)
+    before = family.arch_config(config)
+    _check_one_rope(before, family.name, overrides.keys[0])
+    try:
+        changed = _write_original_positions(_write_rope(config, overrides), family.arch_config)
+        if overrides.max_positions is not None:
+            # Old configs may have several of these fields. All get the same value, so that it does not
+            # matter which one a reader takes.
+            fields = [name for name in POSITION_FIELDS if name in changed] or POSITION_FIELDS[:1]
+            changed |= dict.fromkeys(fields, overrides.max_positions)
+        after = family.arch_config(changed)
+    except PrepError as error:
+        what = f"`{'`, `'.join(overrides.keys)}` cannot be applied to this {family.name} model"
+        why = error.what
+        if error.what == INVALID_CONFIG:
+            why = error.why
+        raise usage_error(what, why, OTHER_VALUE_HINT) from error
+    is_dynamic = _required_rope(after).rope_type == "dynamic"
+    if is_dynamic and after.max_positions > before.max_positions:
+        why = f"dynamic scaling begins after these positions: {before.max_positions:,} in the checkpoint"
+        what = f"`{POSITIONS_KEY}` is {after.max_positions}"
+        raise usage_error(what, why, f"remove `{POSITIONS_KEY}`")
+    return changed
+
+
+def _check_one_rope(arch_config: ArchConfig, family_name: str, key: str) -> None:
+    """Raise UsageError if the model has no rotary embedding, or more than one."""
+    if arch_config.rope is None:
+        what = f"`{key}` cannot be applied to {family_name}"
+        raise usage_error(what, "it has no rotary embedding", f"remove `{key}`")
+    if arch_config.local_rope is not None:
+        why = "it has one rotary embedding for layers with a sliding window and another for the other layers"
+        hint = text("edit `config.json` of the model before {}", Command("save-init"))
+        raise usage_error(f"`{key}` is not supported for {family_name}", why, hint)
+
+
+def _write_rope(config: HFConfig, overrides: RopeOverrides) -> JsonObject:
+    """Return the config with the scaling and theta, in the form of transformers 4 or 5 that it has."""
+    if overrides.scaling is None and overrides.theta is None:
+        return dict(config)
+    field = _rope_field(config)
+    parameters = _rope_parameters(config) or {"rope_type": "default"}
+    outer: JsonObject = {}
+    if overrides.scaling is not None:
+        kept = {key: parameters[key] for key in KEPT_KEYS if key in parameters}
+        scaling = {key: value for key, value in overrides.scaling.items() if key != "type"}
+        parameters = {**kept, "rope_type": overrides.scaling.get("type"), **scaling}
+        # `read_rope` prefers the field outside of the scaling, so an old value there would win.
+        outer = {ORIGINAL: scaling[ORIGINAL]} if ORIGINAL in scaling else {}
+    theta = overrides.theta or (overrides.scaling or {}).get("rope_theta")
+    if theta is not None:
+        parameters["rope_theta"] = theta
+        outer |= {
+            name: theta
+            for name in THETA_FIELDS
+            if name in config or (name, field) == VERSION_4_THETA
+        }
+    return {**config, field: parameters, **outer}
+
+
+def _rope_field(config: HFConfig) -> str:
+    """Return the name of the field with the rope scaling."""
+    # transformers 4 writes `rope_scaling`, version 5 `rope_parameters`. It reads the first if a config has both.
+    if config.get("rope_scaling") or not config.get("rope_parameters"):
+        return "rope_scaling"
+    return "rope_parameters"
+
+
+def _rope_parameters(config: HFConfig) -> JsonObject:
+    """Return the object of the rope scaling, or an empty one. The config is valid."""
+    parameters = config.get(_rope_field(config)) or {}
+    assert isinstance(parameters, dict), "checked by `read_rope`"
+    return dict(parameters)
+
+
+def _write_original_positions(config: JsonObject, read_arch: ReadArch) -> JsonObject:
+    """Return the config with the original positions of its scaling, at both places where transformers reads them."""
+    rope = _required_rope(read_arch(config))
+    if ORIGINAL not in SCALINGS[rope.rope_type].model_fields:
+        return config
+    field = _rope_field(config)
+    original = {ORIGINAL: rope.original_max_positions}
+    return {**config, **original, field: {**_rope_parameters(config), **original}}
+
+
+def _required_rope(arch_config: ArchConfig) -> Rope:
+    assert arch_config.rope is not None, "checked by _check_one_rope"
+    return arch_config.rope

@@ -5,8 +5,9 @@ Error messages, docs/reference/recipes.md and the JSON schema are generated from
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, Field
@@ -17,21 +18,27 @@ from trainer.recipe.data_table import Data
 from trainer.recipe.key_types import (
     STRICT,
     KeySchema,
+    NonEmptyText,
     NonNegativeFloat,
     NonNegativeInt,
     PathText,
     PositiveFloat,
     PositiveInt,
-    ProfileSteps,
     Prompts,
     RuleTexts,
+    Table,
     UnitInterval,
     alternatives,
     if_absent,
 )
 from trainer.recipe.model_table import Lora, Model
-from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AnyOptimizerTable
+from trainer.recipe.optimizer_tables import (
+    DEFAULT_OPTIMIZER,
+    OPTIMIZER_TABLES,
+    AnyOptimizerTable,
+)
 
+OptionalText = Annotated[NonEmptyText, Field(examples=["llama"])] | None
 Direction = Literal["lowest", "highest"]
 EVAL_LOSS = "eval_loss"
 # The values of each evaluation that can select a step, and which of them is the best.
@@ -94,6 +101,15 @@ class Loss(BaseModel):
     )
 
 
+class Profile(BaseModel):
+    """The keys of `train.profile`."""
+
+    model_config = STRICT
+
+    start: PositiveInt = Field(description="first step to record", examples=[10])
+    steps: PositiveInt = Field(description="steps to record", examples=[3])
+
+
 class Train(BaseModel):
     """The length of the run, and how often it logs and evaluates. Set either `steps` or `epochs`."""
 
@@ -125,7 +141,7 @@ class Train(BaseModel):
         examples=[0.5],
         json_schema_extra=if_absent("from `eval_every`"),
     )
-    profile: ProfileSteps | None = Field(
+    profile: Table | None = Field(
         default=None,
         description="steps to record with the profiler of JAX, in the folder `profile` of the run",
         examples=[{"start": 10, "steps": 3}],
@@ -246,6 +262,24 @@ class Checkpoint(BaseModel):
         examples=["me/llama-13b"],
         json_schema_extra=if_absent("no upload"),
     )
+
+
+class WandbRun(BaseModel):
+    """The keys of `log.wandb`: arguments of `wandb.init`, and `offline`."""
+
+    model_config = STRICT
+
+    project: NonEmptyText = Field(description="W&B groups runs by project", examples=["llama"])
+    entity: OptionalText = None
+    group: OptionalText = None
+    name: OptionalText = None
+    notes: OptionalText = None
+    job_type: OptionalText = None
+    # W&B raises a ValueError for longer tags.
+    tags: list[Annotated[str, Field(min_length=1, max_length=64)]] = Field(
+        default=[], description="each has 1 to 64 characters", examples=[["baseline"]]
+    )
+    offline: bool = Field(default=False, examples=[True])
 
 
 class Log(BaseModel):
@@ -419,80 +453,73 @@ def schema() -> dict[str, Any]:
     return recipe_schema | {"title": "Recipe of prep train"}
 
 
-def table_members(recipe_schema: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """Return the JSON schemas of a table: one, or one per member of a tagged union. Empty for a key."""
-    property_schema = recipe_schema["properties"][name]
-    members: list[Mapping[str, Any]] = []
-    for schema_or_reference in (property_schema, *property_schema.get("oneOf", ())):
-        # E.g. "#/$defs/AdamWTable".
-        reference = schema_or_reference.get("$ref")
-        if reference is not None:
-            members.append(recipe_schema["$defs"][reference.rpartition("/")[2]])
-    return members
+def _schemas(table: type[BaseModel]) -> dict[str, KeySchema]:
+    return table.model_json_schema()["properties"]
 
 
-def _leaf_schemas(recipe_schema: Mapping[str, Any]) -> Iterator[tuple[str, KeySchema]]:
-    """Yield dotted key and JSON schema of every key. Tables are not keys."""
-    for name, property_schema in recipe_schema["properties"].items():
-        members = [member["properties"] for member in table_members(recipe_schema, name)]
-        if not members:
-            yield name, property_schema
-            continue
-        leaf_schemas = members[0]
-        if "oneOf" in property_schema:
-            leaf_schemas = merge_members(members)
-        for key, leaf_schema in leaf_schemas.items():
-            yield f"{name}.{key}", leaf_schema
+def _optimizer_schemas(tables: Mapping[str, Mapping[str, KeySchema]]) -> dict[str, KeySchema]:
+    """Return the schemas of `[optimizer]`: first `type`, with all types, then all other keys.
 
-
-def merge_members(members: Sequence[Mapping[str, KeySchema]]) -> dict[str, KeySchema]:
-    """Return the key schemas of a union's members by name: first `type`, with all alternatives, then all other keys.
-
-    A key that several members have is described by the first of them.
+    A key that several tables have is described by the first of them.
     """
-    types = [member["type"] for member in members]
-    names = [alternatives(type_schema)[0].get("const") for type_schema in types]
-    description = ". ".join(f"`{name}`: {item['description']}" for name, item in zip(names, types))
-    type_key = {
-        "enum": names,
+    types = {name: schemas["type"] for name, schemas in tables.items()}
+    descriptions = [f"`{name}`: {item['description']}" for name, item in types.items()]
+    type_schema = {
+        "enum": [*types],
         "type": "string",
-        "default": types[0].get("default"),
-        "description": description,
+        "default": DEFAULT_OPTIMIZER,
+        "description": ". ".join(descriptions),
     }
-    merged = {"type": cast(KeySchema, type_key)}
-    for member in members:
-        merged |= {key: leaf_schema for key, leaf_schema in member.items() if key not in merged}
+    merged = {"type": cast(KeySchema, type_schema)}
+    for schemas in tables.values():
+        merged |= {key: schema for key, schema in schemas.items() if key not in merged}
     return merged
 
 
-# Dotted key -> JSON schema.
-KEY_SCHEMAS: Mapping[str, KeySchema] = dict(_leaf_schemas(schema()))
+def _key_schemas() -> Iterator[tuple[str, KeySchema]]:
+    """Yield dotted key and JSON schema of every key. Tables are not keys."""
+    for name, item in _schemas(Recipe).items():
+        annotation = Recipe.model_fields[name].annotation
+        if name == "optimizer":
+            schemas = _optimizer_schemas(OPTIMIZER_SCHEMAS)
+        elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            schemas = _schemas(annotation)
+        else:
+            yield name, item
+            continue
+        for key, schema in schemas.items():
+            yield f"{name}.{key}", schema
 
 
-# Type -> name of a key -> JSON schema.
-# pydantic lists the members of a union in the order of its type, which is the order of OPTIMIZER_TABLES.
-# The schema of a member allows only its own type. The schema of the key allows all types.
+# Type -> name of a key -> JSON schema
 OPTIMIZER_SCHEMAS: Mapping[str, Mapping[str, KeySchema]] = {
-    name: {**member["properties"], "type": KEY_SCHEMAS["optimizer.type"]}
-    for name, member in zip(OPTIMIZER_TABLES, table_members(schema(), "optimizer"), strict=True)
+    name: _schemas(table) for name, table in OPTIMIZER_TABLES.items()
 }
+# Dotted key -> JSON schema
+KEY_SCHEMAS: Mapping[str, KeySchema] = dict(_key_schemas())
 TABLE_NAMES = tuple(dict.fromkeys(key.partition(".")[0] for key in KEY_SCHEMAS if "." in key))
 
 
 def is_path(key: str) -> bool:
     """Return whether a key's value is a path or a list of paths."""
-    return any(
-        alternative.get("format") == "path" for alternative in alternatives(KEY_SCHEMAS[key])
+    return any(schema.get("format") == "path" for schema in alternatives(KEY_SCHEMAS[key]))
+
+
+def takes_table(key: str) -> bool:
+    """Return whether a text is a key that takes a table."""
+    return key in KEY_SCHEMAS and any(
+        schema["type"] == "object" for schema in alternatives(KEY_SCHEMAS[key])
     )
 
 
 def key_schemas_of(optimizer: str) -> dict[str, KeySchema]:
     """Return the JSON schema of every dotted key in a recipe with this optimizer type."""
     schemas: dict[str, KeySchema] = {}
-    for key, item in KEY_SCHEMAS.items():
+    for key, schema in KEY_SCHEMAS.items():
         table, _, name = key.rpartition(".")
-        if table != "optimizer":
-            schemas[key] = item
+        # The schema of a table allows only its own type, and the schema of the key all types.
+        if table != "optimizer" or name == "type":
+            schemas[key] = schema
         elif name in OPTIMIZER_SCHEMAS[optimizer]:
             schemas[key] = OPTIMIZER_SCHEMAS[optimizer][name]
     return schemas
@@ -505,10 +532,7 @@ def keys_of(recipe: Recipe) -> Iterator[str]:
 
 def value_of(recipe: Recipe, key: str) -> Any:
     """Return the value of a dotted key."""
-    value: Any = recipe
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
+    return attrgetter(key)(recipe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,55 +561,41 @@ def batch_shape(batch: Batch, *, n_devices: int, n_replicas: int) -> BatchShape:
             divide among the replicas.
     """
     # E.g. per_device 2 on 8 devices is a micro-batch of 16. With size 64 it is accumulated 4 times,
-    # and with accumulate 4 the size is 64.
-    size = batch.size or _micro_batch_size(batch, n_devices, n_replicas) * (batch.accumulate or 1)
-    shape = BatchShape(size, _accumulation_steps(batch, size, n_devices, n_replicas))
+    # and with accumulate 4 the size is 64. With neither, the step is one micro-batch.
+    origin = f"accumulate is {batch.accumulate}"
+    micro_size = 0
+    for name, noun, count in (
+        ("per_replica", "replicas", n_replicas),
+        ("per_device", "devices", n_devices),
+    ):
+        if rows := getattr(batch, name):
+            micro_size = rows * count
+            origin = f"{name} {rows} x {count} {noun} = {micro_size}"
+    accumulate = batch.accumulate or 1
+    size = batch.size or micro_size * accumulate
+    divisor = micro_size or accumulate
+    if size % divisor:
+        # Each of `accumulate` micro-batches needs a row per replica.
+        multiple = micro_size or accumulate * n_replicas
+        raise usage_error(
+            f"`batch.size` {size} is not a whole number of micro-batches",
+            f"{origin}; {size} mod {divisor} = {size % divisor}",
+            _size_hint(size, multiple),
+        )
+    if micro_size:
+        accumulate = size // micro_size
+    shape = BatchShape(size, accumulate)
     if remainder := shape.micro_batch_size % n_replicas:
-        equation = f"`batch.size` {size} / accumulate {shape.accumulate} = {shape.micro_batch_size}"
+        equation = f"`batch.size` {size} / accumulate {accumulate} = {shape.micro_batch_size}"
         raise usage_error(
             f"a micro-batch of {shape.micro_batch_size} does not divide among {n_replicas} replicas",
             f"{equation}; {shape.micro_batch_size} mod {n_replicas} = {remainder}",
-            _set_hint("batch.size", _round_up(size, n_replicas * shape.accumulate)),
+            _size_hint(size, n_replicas * accumulate),
         )
     return shape
 
 
-def _micro_batch_size(batch: Batch, n_devices: int, n_replicas: int) -> int:
-    """Return the micro-batch size that `per_device` or `per_replica` sets, or 0 for neither."""
-    return (batch.per_device or 0) * n_devices + (batch.per_replica or 0) * n_replicas
-
-
-def _accumulation_steps(batch: Batch, size: int, n_devices: int, n_replicas: int) -> int:
-    """Return the number of micro-batches of a step."""
-    micro_size = _micro_batch_size(batch, n_devices, n_replicas)
-    # With size 64, `micro_size` 16 gives 4 micro-batches, and `accumulate` 4 gives micro-batches of 16.
-    # With neither, the step is one micro-batch.
-    divisor = micro_size or batch.accumulate or size
-    if size % divisor:
-        what = f"`batch.size` {size} is not a whole number of micro-batches"
-        origin = f"accumulate is {batch.accumulate}"
-        for name, noun, count in (
-            ("per_replica", "replicas", n_replicas),
-            ("per_device", "devices", n_devices),
-        ):
-            if rows := getattr(batch, name):
-                origin = f"{name} {rows} x {count} {noun} = {rows * count}"
-        why = f"{origin}; {size} mod {divisor} = {size % divisor}"
-        # Each of `accumulate` micro-batches needs a row per replica.
-        multiple = divisor * n_replicas
-        if micro_size:
-            multiple = divisor
-        better_size = _round_up(size, multiple)
-        raise usage_error(what, why, _set_hint("batch.size", better_size))
-    if micro_size:
-        return size // micro_size
-    return batch.accumulate or 1
-
-
-def _set_hint(key: str, value: object) -> Text:
-    return text("{}", Key(key, value, is_override=True))
-
-
-def _round_up(number: int, multiple: int) -> int:
+def _size_hint(size: int, multiple: int) -> Text:
     # E.g. 60 in multiples of 16: -60 // 16 = -4, and 4 * 16 = 64.
-    return -(-number // multiple) * multiple
+    rounded_up = -(-size // multiple) * multiple
+    return text("{}", Key("batch.size", rounded_up, is_override=True))

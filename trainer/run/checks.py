@@ -48,7 +48,7 @@ from trainer.planning.training_plan import (
     with_overrides,
 )
 from trainer.recipe import Recipe
-from trainer.recipe.conflicts import check_packing, check_source_length
+from trainer.recipe.conflicts import check_model_fit
 from trainer.recipe.data_table import Data, split_sources
 from trainer.recipe.text_fields import CONCATENATED
 from trainer.run.resume import (
@@ -121,8 +121,7 @@ def check_model(recipe: Recipe, model: DataModel) -> None:
     if stride is not None and (has_encoder or recipe.data.packing != CONCATENATED):
         raise stride_error(stride)
     for _, data in split_sources(recipe.data):
-        check_packing(data, has_encoder=has_encoder)
-        check_source_length(data, has_encoder=has_encoder)
+        check_model_fit(data, has_encoder=has_encoder)
     _check_seq_length(recipe.data, model.arch_config)
     saved = saved_activations(recipe.model.remat_policy, has_experts=True)
     if model.arch_config.experts_per_token and "mlp_hidden" in saved:

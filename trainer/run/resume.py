@@ -19,7 +19,7 @@ from prepcli.stores.paths import create_temporary_folder
 from trainer.data.tokenize_config import BOS_KEY, restart_hint
 from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.data_table import SOURCE_PATHS, SOURCES_KEY
-from trainer.recipe.formatting import change_text
+from trainer.recipe.key_types import change_text
 from trainer.recipe.lr_schedule import changed_fields
 from trainer.recipe.tables import keys_of, value_of
 from trainer.run.logs import make_folder

@@ -27,7 +27,7 @@ from prepcli.execution.signals import (
 )
 from prepcli.execution.training_storage import RunStorage
 from trainer.recipe import LoadedRecipe, Recipe
-from trainer.recipe.formatting import to_toml
+from trainer.recipe.key_types import to_toml
 from trainer.recipe.tables import is_path, keys_of, value_of
 from trainer.training.eval_metrics import NO_TOKEN_FUNCTIONS, TokenFunctions
 

@@ -26,7 +26,7 @@ from prepcli.stores.byte_ranges import RemoteFile
 from prepcli.stores.files import read_regular_file
 from prepcli.stores.object_store import Bucket
 from prepcli.stores.paths import create_temporary_folder
-from trainer.recipe.formatting import TomlTable, parse_toml, to_toml
+from trainer.recipe.key_types import TomlTable, parse_toml, to_toml
 from trainer.training.metrics import METRICS_FILE, MetricsFile
 
 # A file of metrics may have any length and any names. These limits bound a record of it to 512

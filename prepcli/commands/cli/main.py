@@ -206,8 +206,8 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
         option = match[1].rstrip(".")
         suggestion = suggest(option, getattr(error, "possibilities", None) or ())
         if command == "train" and len(unknown := _unknown_options(context, args)) > 1:
-            return _unknown_options_error(path, unknown, args)
-        recipe_hint = _recipe_hint(option, args) if command == "train" else ""
+            return _unknown_options_error(path, unknown)
+        recipe_hint = _recipe_hint(option) if command == "train" else ""
         launch_hint = _launch_hint(option, context) if command == "launch" else ""
         hint = (
             recipe_hint
@@ -256,9 +256,9 @@ def _unknown_options(context: Any, args: Sequence[str]) -> list[str]:
     ]
 
 
-def _unknown_options_error(path: str, options: Sequence[str], args: Sequence[str]) -> PrepError:
+def _unknown_options_error(path: str, options: Sequence[str]) -> PrepError:
     """Return an error with a line for each unknown option. Options of other trainers show the recipe key to use."""
-    hints = [_recipe_hint(option, args) for option in options]
+    hints = [_recipe_hint(option) for option in options]
     lines = [
         f"`{option}` - {hint}" if hint else f"`{option}`"
         for option, hint in zip(options, hints, strict=True)
@@ -270,18 +270,11 @@ def _unknown_options_error(path: str, options: Sequence[str], args: Sequence[str
     )
 
 
-def _recipe_hint(option: str, args: Sequence[str]) -> str:
-    """Return a hint with the recipe key for an option of other trainers, and the value of the option in `args`.
-
-    For example `--lr 1e-5` gives a hint with `--set optimizer.lr=1e-5`.
-    """
+def _recipe_hint(option: str) -> str:
+    """Return a hint with the recipe key for an option of other trainers. Empty if there is none."""
     from trainer.recipe import option_hint
 
-    index = next((i for i, word in enumerate(args) if word.partition("=")[0] == option), len(args))
-    # A slice past the end is empty where an index would raise: `prep train --lr` has no next word.
-    _, equals, value = "".join(args[index : index + 1]).partition("=")
-    next_word = "".join(args[index + 1 : index + 2])
-    return option_hint(option, value if equals or next_word.startswith("--") else next_word)
+    return option_hint(option)
 
 
 def _launch_hint(option: str, context: Any) -> str:
@@ -300,9 +293,7 @@ def _choice_hint(why: str) -> str:
     match = re.match(r"'(.*)' is not one of (.*)", why)
     if not match:
         return ""
-    from trainer.recipe.hints import value_for_synonym
-
     choices = re.findall(r"'([^']*)'", match[2])
-    name = value_for_synonym(match[1]) or match[1].lower()
+    name = match[1].lower()
     suggestion = name if name in choices else suggest(name, choices)
     return f"did you mean `{suggestion}`?" if suggestion else ""

@@ -43,7 +43,7 @@ from prepcli.sources.locate import make_access
 from prepcli.sources.source import Source
 from trainer.data.find_files import DataFinder
 from trainer.recipe import Recipe
-from trainer.recipe.formatting import TomlTable
+from trainer.recipe.key_types import TomlTable
 from trainer.recipe.loading import RawRecipe, complete_recipe
 from trainer.run.params import OpenedModel
 from trainer.run.recipe_data import tokenize_progress

@@ -49,7 +49,7 @@ from trainer.planning.training_plan import (
 )
 from trainer.recipe import Recipe, complete_recipe, load_recipe
 from trainer.recipe.description import recipe_lines
-from trainer.recipe.formatting import TomlTable
+from trainer.recipe.key_types import TomlTable
 from trainer.recipe.loading import RawRecipe
 from trainer.recipe.model_table import Model
 from trainer.run.checks import check_inputs, check_model

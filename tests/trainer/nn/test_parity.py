@@ -45,7 +45,7 @@ from tests.helpers.tiny_configs import (
     T5,
 )
 from trainer.nn.model_spec import ForwardConfig
-from trainer.recipe.rope_overrides import RopeOverrides, override_rope
+from trainer.recipe.model_table import RopeOverrides, override_rope
 
 # Tests of logits, losses and gradients against golden files with the results of transformers.
 

@@ -75,7 +75,7 @@ def test_hostile_recipe_has_one_message(text: str | bytes, message: str):
     assert (error.message, error.code) == (message, USAGE)
 
 
-CONTROL = "invalid value - a value is one line of UTF-8 text without control characters - remove the character"
+CONTROL = "is invalid - a value is one line of UTF-8 text without control characters - remove the character"
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ CONTROL = "invalid value - a value is one line of UTF-8 text without control cha
             f'`--set`: `seed` is "0x{"f" * 54}... - it takes an integer >= 0 and <= 4294967295: seed of the order of'
             " sequences and of all other random numbers - `--set seed=42`",
         ),
-        ("seed=1\nname='x'", f"`--set seed='1\\nname='\"'\"'x'\"'\"''`: {CONTROL}"),
-        ("name=\udce9", f"`--set name='\\udce9'`: {CONTROL}"),
+        ("seed=1\nname='x'", f"`--set seed='1\\nname='\"'\"'x'\"'\"''` {CONTROL}"),
+        ("name=\udce9", f"`--set name='\\udce9'` {CONTROL}"),
     ],
     ids=["digits", "two lines", "bytes"],
 )
@@ -173,7 +173,6 @@ def test_any_input_is_a_recipe_or_one_error(
 def test_only_the_first_unknown_keys_have_hints(monkeypatch: pytest.MonkeyPatch):
     """A hint takes a millisecond: 100,000 of them took 40 s."""
     monkeypatch.setattr("trainer.recipe.loading.MAX_HINTED", 30)
-    monkeypatch.setattr("trainer.recipe.hints.MAX_HINTED", 30)
     keys = "".join(f"learning_rate{number} = 1\n" for number in range(5000))
     searched = list[str]()
 
@@ -184,7 +183,7 @@ def test_only_the_first_unknown_keys_have_hints(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("trainer.recipe.loading.unknown_key_hint", hint)
     error = error_of(f"{GOOD}{keys}[other]\n{keys}[modle]\n{keys}")
     lines = error.why.split("\n")
-    assert error.what.startswith("x.toml has 5,0")
+    assert error.what == "x.toml has 5,002 errors"
     assert len(lines) == 21
     assert lines[-1].endswith(" more")
     assert len(searched) == 30

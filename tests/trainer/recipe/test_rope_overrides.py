@@ -29,7 +29,7 @@ from trainer.nn.attention_mask import inverse_frequencies
 from trainer.recipe import LoadedRecipe, load_recipe, recipe_to_toml
 from trainer.recipe.data_table import split_sources
 from trainer.recipe.description import data_lines, recipe_lines
-from trainer.recipe.rope_overrides import RopeOverrides, check_rope_scaling, override_rope
+from trainer.recipe.model_table import RopeOverrides, check_rope_scaling, override_rope
 
 # Rotary embeddings of a recipe, as changes of a model's config.
 
@@ -168,19 +168,19 @@ REJECTED: dict[str, tuple[dict[str, Any], RopeOverrides, str, str]] = {
         GPT2,
         RopeOverrides(YARN),
         "`model.rope_scaling` cannot be applied to gpt2",
-        "it has learned positions instead of a rotary embedding",
+        "it has no rotary embedding",
     ),
     "relative bias": (
         T5,
         RopeOverrides(theta=5e5),
         "`model.rope_theta` cannot be applied to t5",
-        "it has a relative position bias instead of a rotary embedding",
+        "it has no rotary embedding",
     ),
     "recurrent mixer": (
         {"model_type": "mamba2", "num_hidden_layers": 2},
         RopeOverrides(theta=5e5),
         "`model.rope_theta` cannot be applied to mamba2",
-        "it has recurrent mixers instead of a rotary embedding",
+        "it has no rotary embedding",
     ),
     "two rotary embeddings": (
         GEMMA3,
@@ -240,33 +240,33 @@ INVALID_SCALINGS: list[tuple[dict[str, Any], str, str]] = [
     ({"rope_type": 3}, "rope type `3` is not supported", ""),
     (
         YARN | {"beta_fats": 32},
-        "`model.rope_scaling` has the unknown key `beta_fats`",
+        "`model.rope_scaling`: unknown key `beta_fats`",
         "did you mean `beta_fast`?",
     ),
     (
         {"rope_type": "linear", "factor": 2, "beta_fast": 32},
-        "`model.rope_scaling` has the unknown key `beta_fast`",
+        "`model.rope_scaling`: unknown key `beta_fast`",
         "",
     ),
-    ({"type": "yarn"}, "`model.rope_scaling` has no `factor`", ""),
+    ({"type": "yarn"}, "`model.rope_scaling`: `factor` is missing", ""),
     (
         {"rope_type": "longrope", "short_factor": [1.0]},
-        "`model.rope_scaling` has no `long_factor`",
+        "`model.rope_scaling`: `long_factor` is missing",
         "",
     ),
-    (YARN | {"factor": 0}, "`model.rope_scaling` has factor = 0", ""),
-    (YARN | {"factor": "4"}, "`model.rope_scaling` has factor = '4'", ""),
-    (YARN | {"factor": True}, "`model.rope_scaling` has factor = True", ""),
-    (YARN | {"factor": float("nan")}, "`model.rope_scaling` has factor = nan", ""),
-    (YARN | {"truncate": 1}, "`model.rope_scaling` has truncate = 1", ""),
-    (YARN | {"type": 1}, "`model.rope_scaling` has type = 1", ""),
+    (YARN | {"factor": 0}, "`model.rope_scaling`: `factor` is 0", ""),
+    (YARN | {"factor": "4"}, '`model.rope_scaling`: `factor` is "4"', ""),
+    (YARN | {"factor": True}, "`model.rope_scaling`: `factor` is true", ""),
+    (YARN | {"factor": float("nan")}, "`model.rope_scaling`: `factor` is nan", ""),
+    (YARN | {"truncate": 1}, "`model.rope_scaling`: `truncate` is 1", ""),
+    (YARN | {"type": 1}, "`model.rope_scaling`: `type` is 1", ""),
     (
         YARN | {"original_max_position_embeddings": 4096.0},
-        "`model.rope_scaling` has original_max_position_embeddings = 4096.0",
+        "`model.rope_scaling`: `original_max_position_embeddings` is 4096.0",
         "",
     ),
-    (LONG_ROPE | {"short_factor": [1, -1]}, "`model.rope_scaling` has short_factor = [1, -1]", ""),
-    (LONG_ROPE | {"short_factor": 1.0}, "`model.rope_scaling` has short_factor = 1.0", ""),
+    (LONG_ROPE | {"short_factor": [1, -1]}, "`model.rope_scaling`: `short_factor` is [1, -1]", ""),
+    (LONG_ROPE | {"short_factor": 1.0}, "`model.rope_scaling`: `short_factor` is 1.0", ""),
     (
         LLAMA3 | {"high_freq_factor": 1.0},
         "`model.rope_scaling` has low_freq_factor 1 and high_freq_factor 1",
@@ -410,7 +410,7 @@ def test_written_recipe_reads_back_equal_sources(tmp_path: Path):
         ),
         (
             TWO.replace("weight = 3", 'weight = 3\ntype = "text"\nfields = "a"'),
-            'source `wiki`: `data.fields` is "a" - it names a column of json objects, but `data.type` is text',
+            'source `wiki`: `data.fields` is "a" - it is for columns of json objects, but `data.type` is text',
         ),
         ('path = "a.txt"\n' + TWO, '`data.path` is ["a.txt"] - `data.sources` names the datasets'),
         ("sources = []", "`data.sources` is []"),

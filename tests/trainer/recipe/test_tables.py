@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from prepcli.core.errors import USAGE, PrepError
 from prepcli.planning.manifest_fields import ScheduleRecord
 from trainer.recipe import BatchShape, batch_shape, load_recipe, recipe_to_toml
-from trainer.recipe.formatting import describe_type
+from trainer.recipe.key_types import describe_type
 from trainer.recipe.lr_schedule import (
     DECAYS,
     LRSchedule,
@@ -275,8 +275,8 @@ def test_palm_has_the_defaults_of_easylm():
 @pytest.mark.parametrize(
     ("optimizer", "key", "hint"),
     [
-        ("lion", "eps=1e-8", "`eps` is a key of adamw and muon"),
-        ("adamw", "momentum=0.9", "`momentum` is a key of adafactor, muon, sgd and palm"),
+        ("lion", "eps=1e-8", "`eps` is a key of adamw, muon"),
+        ("adamw", "momentum=0.9", "`momentum` is a key of adafactor, muon, sgd, palm"),
         ("sgd", "update_rms=0.1", "`update_rms` is a key of muon"),
     ],
 )

@@ -100,7 +100,7 @@ def test_float16_run_trains(work_dir: Path):
     [
         (
             ["type=lion", "eps=1e-6"],
-            "unknown key `optimizer.eps` hint: `eps` is a key of adamw and muon",
+            "unknown key `optimizer.eps` hint: `eps` is a key of adamw, muon",
         ),
         (["freeze=layers.attention"], "`layers.attention` of `optimizer.freeze` matches no leaf"),
         (["decay_exclude=re:xyz"], "`re:xyz` of `optimizer.decay_exclude` matches no leaf"),

@@ -97,7 +97,7 @@ def test_model_with_learned_positions_is_rejected(capsys: pytest.CaptureFixture[
     code, what, why, hint = train_error(capsys, *YARN, "--set", "model.path=neo-init")
     assert (code, what) == (USAGE, "`model.rope_scaling` cannot be applied to gpt_neo")
     assert (why, hint) == (
-        "it has learned positions instead of a rotary embedding",
+        "it has no rotary embedding",
         "remove `model.rope_scaling`",
     )
     assert not Path("runs").exists()

@@ -211,7 +211,7 @@ def test_no_command_is_a_usage_error_with_help() -> None:
         ),
         (
             ["train", "x.toml", "--dtype", "bf16"],
-            "error: `prep train` has no option `--dtype`\n hint: `--set model.dtype=bfloat16`\n",
+            "error: `prep train` has no option `--dtype`\n hint: `--set model.dtype=VALUE`\n",
         ),
         (
             ["train", "x.toml", "--resume"],
@@ -234,10 +234,10 @@ def test_no_command_is_a_usage_error_with_help() -> None:
                 "--zzz",
             ],
             "error: `prep train` has no option `--learning_rate` and 3 others\n"
-            "  why: `--learning_rate` - `--set optimizer.lr=4e-6`\n"
+            "  why: `--learning_rate` - `--set optimizer.lr=VALUE`\n"
             "       `--do_train` - `prep train` trains, and evaluates if there is data for it: `data.eval_path` or "
             "`data.holdout`\n"
-            "       `--block_size` - `--set data.seq_length=1024`\n"
+            "       `--block_size` - `--set data.seq_length=VALUE`\n"
             "       `--zzz`\n"
             " hint: `prep recipes` lists examples, and `--set KEY=VALUE` changes a key\n",
         ),

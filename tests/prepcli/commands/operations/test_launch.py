@@ -332,7 +332,7 @@ REFUSED = [  # words after `prep launch slurm`; error, hint
     (["--", "train"], "no recipe was given", "`prep train RECIPE`"),
     (["--", "train", "--force", "recipe.toml"], "the recipe must follow", "train recipe.toml"),
     (["recipe.toml", "--", "--stepz", "3"], "no option `--stepz`", ""),
-    (["recipe.toml", "--", "--lr", "3"], "no option `--lr`", "--set optimizer.lr=3"),
+    (["recipe.toml", "--", "--lr", "3"], "no option `--lr`", "--set optimizer.lr=VALUE"),
     (["recipe.toml", "--nodes", "2", "--", "--lr", "3", "--wd", "1"], "and 1 other", "--set"),
     (["recipe.toml", "extra"], "extra", ""),
     (["recipe.toml", "--set", "seed=1"], "no option `--set`", "`-- --set`"),
