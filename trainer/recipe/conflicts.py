@@ -27,7 +27,7 @@ from trainer.recipe.data_table import (
     recipe_span_sizes,
     source_data,
 )
-from trainer.recipe.key_types import MAX_INT32, example_value, format_value, parse_table, to_toml
+from trainer.recipe.key_types import MAX_INT32, format_value, parse_table, to_toml
 from trainer.recipe.lr_schedule import DECAYS, build_lr_schedule
 from trainer.recipe.model_table import SCALING_KEY, THETA_KEY, Lora, check_rope_scaling
 from trainer.recipe.tables import (
@@ -36,6 +36,7 @@ from trainer.recipe.tables import (
     Profile,
     Recipe,
     WandbRun,
+    example_line,
     keys_of,
     value_of,
 )
@@ -107,7 +108,7 @@ class Conflict(NamedTuple):
     keys: str
     when: object  # Whether the rest of the recipe is in conflict with the keys
     why: str  # The values that cause it
-    fix: str  # How to fix it
+    fix: str  # How to fix it, or a key that does, which is shown with its example
     what: str = ""  # What is wrong. By default the keys with their values.
 
 
@@ -149,7 +150,8 @@ def _problems(rows: Rows, recipe: Recipe) -> Iterator[Problem]:
         for group in groups:
             if row.when and all(_is_set(recipe, key) for key in group):
                 what = row.what or " and ".join(_value_text(recipe, key) for key in group)
-                yield Problem(tuple(reversed(group)), what, row.why, row.fix)
+                hint = example_line(row.fix) if row.fix in KEY_SCHEMAS else row.fix
+                yield Problem(tuple(reversed(group)), what, row.why, hint)
 
 
 def _is_set(recipe: Recipe, key: str) -> bool:
@@ -196,11 +198,11 @@ def _run_rows(recipe: Recipe) -> Rows:
     what = "`batch` does not set the sequences per step"
     why = "none of `size`, `per_device` and `per_replica` is set"
     has_size = batch.size or micro_keys
-    yield Conflict("batch", not has_size, why, "`size = 32` in [batch]", what)
+    yield Conflict("batch", not has_size, why, "batch.size", what)
     what = "`train` does not set the length of the run"
     why = "neither `steps` nor `epochs` is set"
     has_length = train.steps or train.epochs
-    yield Conflict("train", not has_length, why, "`steps = 1000` in [train]", what)
+    yield Conflict("train", not has_length, why, "train.steps", what)
     dtype = recipe.model.param_dtype
     is_resumed = checkpoint.optimizer_state and checkpoint.dtype != dtype
     why = f"to resume with its optimizer state, a run needs saved {dtype} parameters"
@@ -208,11 +210,10 @@ def _run_rows(recipe: Recipe) -> Rows:
     yield Conflict("checkpoint.dtype", is_resumed, why, hint)
     is_repository = REPOSITORY.fullmatch(checkpoint.push or "")
     why = "it has the form OWNER/NAME or OWNER/NAME@BRANCH"
-    hint = '`push = "me/llama-13b"` in [checkpoint]'
-    yield Conflict("checkpoint.push", not is_repository, why, hint)
+    yield Conflict("checkpoint.push", not is_repository, why, "checkpoint.push")
     why = "there are no prompts: `log.samples` is not set"
-    hint = '`samples = ["Once upon a time"]` in [log]'
-    yield Conflict("log.sample_every log.sample_tokens", recipe.log.samples is None, why, hint)
+    has_prompts = recipe.log.samples is not None
+    yield Conflict("log.sample_every log.sample_tokens", not has_prompts, why, "log.samples")
 
 
 def _evaluation_rows(recipe: Recipe) -> Rows:
@@ -222,16 +223,14 @@ def _evaluation_rows(recipe: Recipe) -> Rows:
     best = recipe.checkpoint.best
     best_is = recipe.checkpoint.best_is
     why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
-    hint = "`holdout = 0.05` in [data]"
     keys = "train.eval_every train.eval_every_epochs eval.limit checkpoint.best eval.patience"
-    yield Conflict(keys, not has_data, why, hint)
-    yield Conflict("eval.at_start", not has_data and recipe.eval.at_start, why, hint)
+    yield Conflict(keys, not has_data, why, "data.holdout")
+    yield Conflict("eval.at_start", not has_data and recipe.eval.at_start, why, "data.holdout")
     why = "the run evaluates only after its last step"
-    hint = "`eval_every = 500` in [train]"
-    yield Conflict("checkpoint.best eval.patience", has_data and not has_interval, why, hint)
+    is_late = has_data and not has_interval
+    yield Conflict("checkpoint.best eval.patience", is_late, why, "train.eval_every")
     why = "`checkpoint.best` is not set"
-    hint = '`best = "eval_loss"` in [checkpoint]'
-    yield Conflict("checkpoint.best_is", best is None, why, hint)
+    yield Conflict("checkpoint.best_is", best is None, why, "checkpoint.best")
     direction = EVAL_METRICS.get(best or "")
     why = "whether its lowest or its highest value is the best is missing"
     hint = '`best_is = "highest"` or `best_is = "lowest"` in [checkpoint]'
@@ -260,7 +259,7 @@ def _model_rows(recipe: Recipe) -> Rows:
     what = "`model` does not set the config of the model"
     why = "neither `preset` nor `config` is set, and `init` is random"
     lacks_config = model.is_random and model.preset is None and model.config is None
-    yield Conflict("model.init", lacks_config, why, '`preset = "gpt2"`', what)
+    yield Conflict("model.init", lacks_config, why, "model.preset", what)
     keys = "model.remat_policy model.offload"
     yield ValueCheck(
         keys, lambda: check_remat(policy, model.offload, ffn_chunk_size=model.ffn_chunk_size)
@@ -294,7 +293,7 @@ def _lora_rows(recipe: Recipe) -> Rows:
         ("lora.alpha_pattern", lora.alpha_pattern.values()),
     ):
         is_outside = not all(1 / MAX_ALPHA <= alpha <= MAX_ALPHA for alpha in alphas)
-        yield Conflict(key, is_outside, why, "`alpha = 32` in [lora]")
+        yield Conflict(key, is_outside, why, "lora.alpha")
     what = "`lora` needs a checkpoint"
     why = "adapters are trained for a checkpoint, and `model.init` is random"
     hint = "remove [lora], or set `model.path`"
@@ -304,7 +303,7 @@ def _lora_rows(recipe: Recipe) -> Rows:
     yield Conflict("model.training_state", lora.is_enabled, why, "remove [lora] or the key")
     changed = _keys([key for key in LORA_KEYS if _is_set(recipe, key)][:1])
     why = "there are no adapters: `lora.rank` is 0"
-    yield Conflict(changed, not lora.is_enabled, why, "`rank = 16` in [lora]")
+    yield Conflict(changed, not lora.is_enabled, why, "lora.rank")
 
 
 def _optimizer_rows(recipe: Recipe) -> Rows:
@@ -322,7 +321,7 @@ def _optimizer_rows(recipe: Recipe) -> Rows:
     yield Conflict("optimizer.cooldown_waves", is_straight, why, hint)
     lacks_cycles = table.schedule == "cosine_restarts" and table.cycles is None
     why = "the number of cosines is missing"
-    yield Conflict("optimizer.schedule", lacks_cycles, why, "`cycles = 4` in [optimizer]")
+    yield Conflict("optimizer.schedule", lacks_cycles, why, "optimizer.cycles")
     dtype = recipe.model.dtype
     why = f"`model.dtype` is {dtype}, which needs none"
     hint = '`dtype = "float16"` in [model]'
@@ -468,8 +467,7 @@ def _overflow_problems(recipe: Recipe) -> Iterator[Problem]:
         elif MAX_BELOW_1 < value < 1 and "exclusiveMaximum" in KEY_SCHEMAS[key]:
             why = f"out of range: the largest number below 1 is {MAX_BELOW_1}"
         if why:
-            hint = f"`{key} = {to_toml(example_value(KEY_SCHEMAS[key]))}`"
-            yield Problem((key,), _value_text(recipe, key), why, hint)
+            yield Problem((key,), _value_text(recipe, key), why, example_line(key))
 
 
 # --- Checks of values

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from prepcli.core.formatting import count_text
 from trainer.recipe.data_table import Data, split_sources
-from trainer.recipe.key_types import takes_any_text, to_toml
+from trainer.recipe.key_types import to_toml, types_of
 from trainer.recipe.lr_schedule import DECAYS, LRSchedule, build_lr_schedule, warmup_steps_of
 from trainer.recipe.tables import EVAL_LOSS, Recipe, Train, key_schemas_of, value_of
 from trainer.recipe.text_fields import CHAT_FORMATS, FORMAT_FIELDS, WHOLE_TOKENS
@@ -51,7 +51,7 @@ def recipe_to_toml(recipe: Recipe, origins: Mapping[str, str]) -> str:
         value = value_of(recipe, key)
         # A list of one text becomes the text if the key takes it.
         is_one = isinstance(value, tuple) and len(value) == 1 and isinstance(value[0], str)
-        if is_one and takes_any_text(key_schema):
+        if is_one and "string" in types_of(key_schema):
             value = value[0]
         line = f"{name} = {to_toml(value)}"
         if value is None:

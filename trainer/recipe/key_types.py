@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from datetime import date, datetime, time
 from decimal import Decimal
-from typing import Annotated, Any, Literal, Required, TypedDict, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
@@ -152,51 +152,20 @@ OptionalChunkSize = Annotated[
 # --- Schemas of keys
 
 
-JsonType = Literal["integer", "number", "boolean", "string", "object", "array", "null"]
+# JSON schema of a key: description, default, examples, `absent` (see `if_absent`), and `anyOf` or fields of one type
+KeySchema = dict[str, Any]
 
 
-class ValueSchema(TypedDict, total=False):
-    """JSON schema of the values of one type."""
-
-    type: Required[JsonType]
-    format: str
-    # One value, or one of several texts.
-    const: object
-    enum: list[str]
-    minimum: float
-    maximum: float
-    exclusiveMinimum: float
-    exclusiveMaximum: float
-    pattern: str
-    minLength: int
-    examples: list[object]
-    items: ValueSchema
-    minItems: int
-    maxItems: int
-
-
-class KeySchema(TypedDict, total=False):
-    """JSON schema of a key: its documentation, and `anyOf` or the fields of a ValueSchema."""
-
-    description: Required[str]
-    anyOf: list[ValueSchema]
-    default: object
-    examples: list[object]
-    # The meaning of an absent key, see `if_absent`.
-    absent: str
-
-
-def alternatives(key_schema: KeySchema) -> list[ValueSchema]:
+def alternatives(key_schema: KeySchema) -> list[KeySchema]:
     """Return the schemas of a key's accepted types, without null, the value of an absent key."""
     if "anyOf" in key_schema:
         return [schema for schema in key_schema["anyOf"] if schema["type"] != "null"]
-    return [cast(ValueSchema, key_schema)]
+    return [key_schema]
 
 
-def takes_any_text(key_schema: KeySchema) -> bool:
-    """Return whether a key takes one text that is not a choice of several."""
-    schemas = alternatives(key_schema)
-    return any(schema["type"] == "string" and "enum" not in schema for schema in schemas)
+def types_of(key_schema: KeySchema) -> set[str]:
+    """Return the names of the types that a key takes. A choice of texts has the name `enum`."""
+    return {"enum" if "enum" in item else item["type"] for item in alternatives(key_schema)}
 
 
 def describe_type(key_schema: KeySchema) -> str:
@@ -204,7 +173,7 @@ def describe_type(key_schema: KeySchema) -> str:
     return " or ".join(map(_describe_alternative, alternatives(key_schema)))
 
 
-def _describe_alternative(schema: ValueSchema) -> str:
+def _describe_alternative(schema: KeySchema) -> str:
     """Describe one type that a key takes, e.g. `a number > 0`."""
     if "const" in schema:
         return to_toml(schema["const"])
@@ -224,10 +193,9 @@ def _describe_alternative(schema: ValueSchema) -> str:
     return TYPE_NAMES[schema.get("format", schema["type"])] + _describe_bounds(schema)
 
 
-def _describe_bounds(schema: ValueSchema) -> str:
+def _describe_bounds(schema: KeySchema) -> str:
     """Return the bounds of a schema with a space before them, e.g. ` >= 1`."""
-    values: Mapping[str, object] = schema
-    bounds = [f"{sign} {values[bound]}" for bound, sign in BOUND_SIGNS.items() if bound in values]
+    bounds = [f"{sign} {schema[bound]}" for bound, sign in BOUND_SIGNS.items() if bound in schema]
     if bounds:
         return f" {' and '.join(bounds)}"
     return ""

@@ -28,9 +28,16 @@ from trainer.recipe.key_types import (
     parse_override_value,
     parse_toml,
     to_toml,
+    types_of,
 )
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
-from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES, Recipe, is_path, takes_table
+from trainer.recipe.tables import (
+    KEY_SCHEMAS,
+    TABLE_NAMES,
+    Recipe,
+    example_line,
+    is_path,
+)
 from trainer.recipe.text_fields import AUTO, DEFAULT_FIELDS, FORMAT_FIELDS, PLAIN
 
 ENV_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -43,6 +50,8 @@ MAX_HINTED = 100
 # Faults that are listed. The rest are counted.
 MAX_SHOWN = 20
 OVERRIDES = Option("overrides")
+# Keys that take a table
+TABLE_KEYS = [key for key, schema in KEY_SCHEMAS.items() if "object" in types_of(schema)]
 RECIPES_HINT = text("{} lists recipes", Command("recipes"))
 ALL_KEYS_HINT = text("{} lists all keys", Command("docs", "recipes"))
 
@@ -400,10 +409,8 @@ def _pop_unknown_keys(tables: dict[str, Any], error: ValidationError, raw: RawRe
             path = ".".join((*table, name))
             value = values.pop(name)
             # A table may be the value of a key with another name, e.g. `rope_parameters`.
-            if len(paths) < MAX_HINTED and not takes_table(guess(path)):
-                paths += _leaves(path, value)
-            else:
-                paths.append(path)
+            is_value = len(paths) >= MAX_HINTED or guess(path) in TABLE_KEYS
+            paths += [path] if is_value else _leaves(path, value)
     return sorted(paths, key=raw.line_number)
 
 
@@ -445,9 +452,7 @@ def _without_tag(location: tuple[int | str, ...]) -> tuple[str, ...]:
 
 
 def _missing_key(key: str, raw: RawRecipe) -> Fault:
-    table, _, name = key.rpartition(".")
-    hint = f"`{name} = {to_toml(example_value(KEY_SCHEMAS[key]))}` in [{table}]"
-    return raw.fault(key, f"`{key}` is missing", _describe_key(key), hint)
+    return raw.fault(key, f"`{key}` is missing", _describe_key(key), example_line(key))
 
 
 def _invalid_value(key: str, raw: RawRecipe) -> Fault:
@@ -456,9 +461,9 @@ def _invalid_value(key: str, raw: RawRecipe) -> Fault:
     what = f"`{key}` is {format_value(value)}"
     if key in TABLE_NAMES:
         return raw.fault(key, what, "it takes a table", f"`[{key}]`, and its keys below")
-    example = example_value(KEY_SCHEMAS[key])
-    hint = f"`{key.rpartition('.')[2]} = {to_toml(example)}`"
+    hint = example_line(key)
     if key in raw.overridden_keys or raw.is_of_options:
+        example = example_value(KEY_SCHEMAS[key])
         if not isinstance(example, str | int):
             example = to_toml(example)
         hint = text("{}", Key(key, example, is_override=True))

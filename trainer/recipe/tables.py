@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -29,7 +29,9 @@ from trainer.recipe.key_types import (
     Table,
     UnitInterval,
     alternatives,
+    example_value,
     if_absent,
+    to_toml,
 )
 from trainer.recipe.model_table import Lora, Model
 from trainer.recipe.optimizer_tables import (
@@ -464,13 +466,13 @@ def _optimizer_schemas(tables: Mapping[str, Mapping[str, KeySchema]]) -> dict[st
     """
     types = {name: schemas["type"] for name, schemas in tables.items()}
     descriptions = [f"`{name}`: {item['description']}" for name, item in types.items()]
-    type_schema = {
+    type_schema: KeySchema = {
         "enum": [*types],
         "type": "string",
         "default": DEFAULT_OPTIMIZER,
         "description": ". ".join(descriptions),
     }
-    merged = {"type": cast(KeySchema, type_schema)}
+    merged: dict[str, KeySchema] = {"type": type_schema}
     for schemas in tables.values():
         merged |= {key: schema for key, schema in schemas.items() if key not in merged}
     return merged
@@ -500,16 +502,16 @@ KEY_SCHEMAS: Mapping[str, KeySchema] = dict(_key_schemas())
 TABLE_NAMES = tuple(dict.fromkeys(key.partition(".")[0] for key in KEY_SCHEMAS if "." in key))
 
 
+def example_line(key: str) -> str:
+    """Return the line of a recipe with an example of a key, and its table."""
+    table, _, name = key.rpartition(".")
+    place = f" in [{table}]" if table else ""
+    return f"`{name} = {to_toml(example_value(KEY_SCHEMAS[key]))}`{place}"
+
+
 def is_path(key: str) -> bool:
     """Return whether a key's value is a path or a list of paths."""
     return any(schema.get("format") == "path" for schema in alternatives(KEY_SCHEMAS[key]))
-
-
-def takes_table(key: str) -> bool:
-    """Return whether a text is a key that takes a table."""
-    return key in KEY_SCHEMAS and any(
-        schema["type"] == "object" for schema in alternatives(KEY_SCHEMAS[key])
-    )
 
 
 def key_schemas_of(optimizer: str) -> dict[str, KeySchema]:

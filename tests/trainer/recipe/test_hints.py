@@ -64,7 +64,8 @@ OTHER_TRAINERS_ERRORS = [
     "x.toml:14: unknown key `train.resume` - run the same command again to resume",
     "x.toml:16: unknown key `eval.every` - did you mean `eval_every` in [train]?",
     "x.toml:18: unknown key `training.seq_len` - did you mean `seq_length` in [data]?",
-    'x.toml:20: `optimizer.b1` is "0.9" - it takes a number >= 0 and < 1: decay rate of the first moment - `b1 = 0.9`',
+    'x.toml:20: `optimizer.b1` is "0.9" - it takes a number >= 0 and < 1: decay rate of the first moment'
+    " - `b1 = 0.9` in [optimizer]",
 ]
 
 
