@@ -10,6 +10,7 @@ from prepcli.models.rules import DEFAULT_RULES
 from trainer.planning.model_shapes import model_of_config
 from trainer.planning.training_plan import TrainingPlan, plan_training
 from trainer.recipe import Recipe, load_recipe
+from trainer.recipe.model_table import Model
 
 RECIPE = """\
 [model]
@@ -41,3 +42,12 @@ def load_text(folder: Path, *overrides: str, text: str = RECIPE) -> Recipe:
 def plan_text(folder: Path, *overrides: str, config: Mapping[str, Any] = TINY) -> TrainingPlan:
     """Plan a step of RECIPE with overrides."""
     return plan_training(load_text(folder, *overrides), model_of_config(config), DEFAULT_RULES)
+
+
+def rope_table(
+    scaling: dict[str, Any] | None = None,
+    theta: float | None = None,
+    max_positions: int | None = None,
+) -> Model:
+    """Return a recipe's `[model]` with another rotary embedding."""
+    return Model(rope_scaling=scaling, rope_theta=theta, max_position_embeddings=max_positions)

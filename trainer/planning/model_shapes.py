@@ -210,7 +210,7 @@ def recipe_config(config: HFConfig, table: Model) -> HFConfig:
         PrepError: The model does not support the rotary embedding, or a field or its value is
             invalid.
     """
-    return override_rope(override_fields(config, table.overrides), table.rope_overrides)
+    return override_rope(override_fields(config, table.overrides), table)
 
 
 def model_of_config(config: HFConfig, *, has_stored_head: bool = False) -> PlannedModel:
@@ -250,7 +250,7 @@ def override_config(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, An
     table = recipe.model
     if table.is_random:
         # The config has the recipe's other overrides already, and its vocabulary may have been padded since.
-        config = override_rope(manifest["config"], table.rope_overrides)
+        config = override_rope(manifest["config"], table)
     else:
         config = recipe_config(manifest["config"], table)
     _check_mrope(manifest, config, table)
@@ -269,9 +269,9 @@ def _check_mrope(manifest: Mapping[str, Any], config: HFConfig, table: Model) ->
     if before is None or rope is None or rope.rope_type == "default":
         return
     # A checkpoint may have another type itself, and keeps it with a new theta.
-    if table.rope_overrides.scaling is None and replace(rope, theta=before.theta) == before:
+    if table.rope_scaling is None and replace(rope, theta=before.theta) == before:
         return
-    key = "model.overrides" if table.rope_overrides.scaling is None else SCALING_KEY
+    key = "model.overrides" if table.rope_scaling is None else SCALING_KEY
     what = f"`{key}` of type {rope.rope_type} is not supported for {towers.get('model_type')}"
     why = "its rotary embedding has three positions per token (M-RoPE)"
     raise usage_error(what, why, f"set `{THETA_KEY}`, or remove `{key}`")

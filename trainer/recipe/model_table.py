@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -39,6 +38,7 @@ ALPHA_PER_RANK = 2
 SCALING_KEY = "model.rope_scaling"
 THETA_KEY = "model.rope_theta"
 POSITIONS_KEY = "model.max_position_embeddings"
+ROPE_KEYS = (SCALING_KEY, THETA_KEY, POSITIONS_KEY)
 ORIGINAL = "original_max_position_embeddings"
 # Keys of the config that another scaling does not replace.
 KEPT_KEYS = ("rope_theta", "partial_rotary_factor")
@@ -201,13 +201,6 @@ class Model(BaseModel):
         """Whether the initial parameters are random."""
         return self.init == "random"
 
-    @property
-    def rope_overrides(self) -> RopeOverrides:
-        """The keys that change the rotary embedding of the checkpoint."""
-        return RopeOverrides(
-            self.rope_scaling, theta=self.rope_theta, max_positions=self.max_position_embeddings
-        )
-
 
 class Lora(BaseModel):
     """Low-rank adapters (LoRA). With `rank` or `path` only they are trained. All other parameters are frozen."""
@@ -305,26 +298,6 @@ class Lora(BaseModel):
 # --- The rotary embedding
 
 
-@dataclass(frozen=True, slots=True)
-class RopeOverrides:
-    """Values of a recipe that replace those of a config.json. None keeps the value of the config."""
-
-    # `model.rope_scaling`, as in `rope_scaling` or `rope_parameters` of a config.json
-    scaling: HFConfig | None = None
-    theta: float | None = None  # `model.rope_theta`
-    max_positions: int | None = None  # `model.max_position_embeddings`
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The recipe keys that are set."""
-        values = {
-            SCALING_KEY: self.scaling,
-            THETA_KEY: self.theta,
-            POSITIONS_KEY: self.max_positions,
-        }
-        return tuple(key for key, value in values.items() if value is not None)
-
-
 class RopeScaling(BaseModel):
     """The keys of `model.rope_scaling` that all types have. The required ones are those that transformers requires."""
 
@@ -407,34 +380,35 @@ def check_rope_scaling(scaling: HFConfig) -> None:
             raise usage_error(what, f"{larger} must be the larger one", OTHER_VALUE_HINT)
 
 
-def override_rope(config: HFConfig, overrides: RopeOverrides) -> HFConfig:
-    """Return a config with another rotary embedding. Transformers reads the same one from it.
+def override_rope(config: HFConfig, model: Model) -> HFConfig:
+    """Return a config with the rotary embedding of a recipe. Transformers reads the same one from it.
 
-    The original positions of a scaling are written out. If the overrides do not name them, they are
+    The original positions of a scaling are written out. If the recipe does not name them, they are
     those that the unchanged config has for this scaling, usually its `max_position_embeddings`.
 
     Args:
         config: Content of a config.json.
-        overrides: Values to replace.
+        model: The recipe's `[model]`. Absent keys keep the values of the config.
 
     Raises:
         UsageError: The family has no rotary embedding or several, or does not support the values.
     """
-    if not overrides.keys:
+    keys = [key for key in ROPE_KEYS if getattr(model, key.removeprefix("model.")) is not None]
+    if not keys:
         return config
     family = family_of(config)
     before = family.arch_config(config)
-    _check_one_rope(before, family.name, overrides.keys[0])
+    _check_one_rope(before, family.name, keys[0])
     try:
-        changed = _write_original_positions(_write_rope(config, overrides), family.arch_config)
-        if overrides.max_positions is not None:
+        changed = _write_original_positions(_write_rope(config, model), family.arch_config)
+        if model.max_position_embeddings is not None:
             # Old configs may have several of these fields. All get the same value, so that it does not
             # matter which one a reader takes.
             fields = [name for name in POSITION_FIELDS if name in changed] or POSITION_FIELDS[:1]
-            changed |= dict.fromkeys(fields, overrides.max_positions)
+            changed |= dict.fromkeys(fields, model.max_position_embeddings)
         after = family.arch_config(changed)
     except PrepError as error:
-        what = f"`{'`, `'.join(overrides.keys)}` cannot be applied to this {family.name} model"
+        what = f"`{'`, `'.join(keys)}` cannot be applied to this {family.name} model"
         why = error.what
         if error.what == INVALID_CONFIG:
             why = error.why
@@ -458,20 +432,20 @@ def _check_one_rope(arch_config: ArchConfig, family_name: str, key: str) -> None
         raise usage_error(f"`{key}` is not supported for {family_name}", why, hint)
 
 
-def _write_rope(config: HFConfig, overrides: RopeOverrides) -> JsonObject:
+def _write_rope(config: HFConfig, model: Model) -> JsonObject:
     """Return the config with the scaling and theta, in the form of transformers 4 or 5 that it has."""
-    if overrides.scaling is None and overrides.theta is None:
+    if model.rope_scaling is None and model.rope_theta is None:
         return dict(config)
     field = _rope_field(config)
     parameters = _rope_parameters(config) or {"rope_type": "default"}
     outer: JsonObject = {}
-    if overrides.scaling is not None:
+    if model.rope_scaling is not None:
         kept = {key: parameters[key] for key in KEPT_KEYS if key in parameters}
-        scaling = {key: value for key, value in overrides.scaling.items() if key != "type"}
-        parameters = {**kept, "rope_type": overrides.scaling.get("type"), **scaling}
+        scaling = {key: value for key, value in model.rope_scaling.items() if key != "type"}
+        parameters = {**kept, "rope_type": model.rope_scaling.get("type"), **scaling}
         # `read_rope` prefers the field outside of the scaling, so an old value there would win.
         outer = {ORIGINAL: scaling[ORIGINAL]} if ORIGINAL in scaling else {}
-    theta = overrides.theta or (overrides.scaling or {}).get("rope_theta")
+    theta = model.rope_theta or (model.rope_scaling or {}).get("rope_theta")
     if theta is not None:
         parameters["rope_theta"] = theta
         outer |= {

@@ -44,8 +44,9 @@ from tests.helpers.tiny_configs import (
     PHI3,
     T5,
 )
+from tests.helpers.training_plans import rope_table
 from trainer.nn.model_spec import ForwardConfig
-from trainer.recipe.model_table import RopeOverrides, override_rope
+from trainer.recipe.model_table import Model, override_rope
 
 # Tests of logits, losses and gradients against golden files with the results of transformers.
 
@@ -286,27 +287,27 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LONG: JsonObject = {**LONG_ROPE, "short_factor": [1.0, 1.5], "long_factor": [2.0, 9.0]}
 
 
-CASES: dict[str, tuple[dict[str, Any], RopeOverrides]] = {
-    "llama-linear": (LLAMA, RopeOverrides(LINEAR, max_positions=256)),
-    "llama-dynamic": (LLAMA, RopeOverrides(DYNAMIC)),
-    "llama-yarn": (LLAMA, RopeOverrides(YARN, max_positions=256)),
+CASES: dict[str, tuple[dict[str, Any], Model]] = {
+    "llama-linear": (LLAMA, rope_table(LINEAR, max_positions=256)),
+    "llama-dynamic": (LLAMA, rope_table(DYNAMIC)),
+    "llama-yarn": (LLAMA, rope_table(YARN, max_positions=256)),
     "llama-llama3": (
         LLAMA,
-        RopeOverrides(LLAMA3 | {"original_max_position_embeddings": 32}, max_positions=512),
+        rope_table(LLAMA3 | {"original_max_position_embeddings": 32}, max_positions=512),
     ),
-    "llama-theta": (LLAMA, RopeOverrides(theta=5e5, max_positions=512)),
-    "llama-of-yarn": (LIVE["llama-yarn"], RopeOverrides(YARN, 3e4, 512)),
-    "llama-version-5": (LIVE["llama-version-5"], RopeOverrides(YARN, max_positions=256)),
-    "llama-both": (LIVE["llama-both-spellings"], RopeOverrides(YARN, theta=3e4)),
-    "gpt_neox-yarn": (GPT_NEOX, RopeOverrides(YARN, 3e4, 256)),
-    "gpt_neox-theta": (GPT_NEOX | {"rotary_emb_base": 500}, RopeOverrides(theta=5e5)),
-    "gpt_neox-version-5": (LIVE["gpt_neox-version-5"], RopeOverrides(LINEAR, theta=5e5)),
-    "gptj-positions": (GPTJ, RopeOverrides(max_positions=512)),
+    "llama-theta": (LLAMA, rope_table(theta=5e5, max_positions=512)),
+    "llama-of-yarn": (LIVE["llama-yarn"], rope_table(YARN, 3e4, 512)),
+    "llama-version-5": (LIVE["llama-version-5"], rope_table(YARN, max_positions=256)),
+    "llama-both": (LIVE["llama-both-spellings"], rope_table(YARN, theta=3e4)),
+    "gpt_neox-yarn": (GPT_NEOX, rope_table(YARN, 3e4, 256)),
+    "gpt_neox-theta": (GPT_NEOX | {"rotary_emb_base": 500}, rope_table(theta=5e5)),
+    "gpt_neox-version-5": (LIVE["gpt_neox-version-5"], rope_table(LINEAR, theta=5e5)),
+    "gptj-positions": (GPTJ, rope_table(max_positions=512)),
     "phi3-longrope": (
         PHI3,
-        RopeOverrides(LONG | {"original_max_position_embeddings": 32}, max_positions=512),
+        rope_table(LONG | {"original_max_position_embeddings": 32}, max_positions=512),
     ),
-    "phi3-positions": (LIVE["phi3-version-5"], RopeOverrides(max_positions=512)),
+    "phi3-positions": (LIVE["phi3-version-5"], rope_table(max_positions=512)),
 }
 
 

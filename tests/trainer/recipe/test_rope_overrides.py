@@ -24,12 +24,12 @@ from tests.helpers.tiny_configs import (
     ROPES,
     T5,
 )
-from tests.helpers.training_plans import RECIPE, load_text
+from tests.helpers.training_plans import RECIPE, load_text, rope_table
 from trainer.nn.attention_mask import inverse_frequencies
 from trainer.recipe import LoadedRecipe, load_recipe, recipe_to_toml
 from trainer.recipe.data_table import split_sources
 from trainer.recipe.description import data_lines, recipe_lines
-from trainer.recipe.model_table import RopeOverrides, check_rope_scaling, override_rope
+from trainer.recipe.model_table import Model, check_rope_scaling, override_rope
 
 # Rotary embeddings of a recipe, as changes of a model's config.
 
@@ -52,14 +52,14 @@ def read_rope(config: Any) -> Rope:
 
 
 def test_override_rope_without_overrides_keeps_the_config():
-    assert override_rope(GPT2, RopeOverrides()) is GPT2
+    assert override_rope(GPT2, rope_table()) is GPT2
 
 
 def test_yarn_frequencies_follow_the_paper():
     """Section 3.2 of https://arxiv.org/abs/2309.00071: r(d) = L / wavelength, ramp from beta_slow 1 to beta_fast 32."""
     fields = {"max_position_embeddings": 4096, "head_dim": 128}
     config = override_rope(
-        LLAMA | fields, RopeOverrides(YARN | {"truncate": False}, max_positions=16384)
+        LLAMA | fields, rope_table(YARN | {"truncate": False}, max_positions=16384)
     )
     base = 10_000.0 ** (-np.arange(0, 128, 2) / 128)
     turns = 4096 * base / (2 * np.pi)
@@ -76,7 +76,7 @@ def test_yarn_frequencies_follow_the_paper():
 def test_ntk_theta_divides_the_lowest_frequency_by_the_factor():
     factor, dim = 4.0, 16
     theta = 10_000 * factor ** (dim / (dim - 2))
-    changed = inverse_frequencies(read_rope(override_rope(LLAMA, RopeOverrides(theta=theta))), 64)
+    changed = inverse_frequencies(read_rope(override_rope(LLAMA, rope_table(theta=theta))), 64)
     default = inverse_frequencies(read_rope(LLAMA), 64)
     assert changed[0] == default[0]
     assert changed[-1] == pytest.approx(default[-1] / factor, rel=1e-5)
@@ -85,7 +85,7 @@ def test_ntk_theta_divides_the_lowest_frequency_by_the_factor():
 @pytest.mark.parametrize("kind", ROPES)
 def test_override_gives_the_rope_of_a_golden_file(kind: str):
     """`tests/trainer/nn/test_parity.py` compares these configs with the results of transformers."""
-    assert read_rope(override_rope(LLAMA, RopeOverrides(ROPES[kind]))) == read_rope(
+    assert read_rope(override_rope(LLAMA, rope_table(ROPES[kind]))) == read_rope(
         GOLDEN[f"llama-{kind}"]
     )
 
@@ -97,7 +97,7 @@ def test_override_gives_the_rope_of_a_golden_file(kind: str):
 def test_original_positions_default_to_the_checkpoint(
     config: dict[str, Any], scaling: dict[str, Any]
 ):
-    changed = override_rope(config, RopeOverrides(scaling, max_positions=512))
+    changed = override_rope(config, rope_table(scaling, max_positions=512))
     assert (read_rope(changed).original_max_positions, changed["max_position_embeddings"]) == (
         64,
         512,
@@ -106,23 +106,23 @@ def test_original_positions_default_to_the_checkpoint(
 
 def test_original_positions_of_the_recipe_replace_all_others():
     config = LLAMA | {"original_max_position_embeddings": 16, "rope_scaling": LLAMA3}
-    changed = override_rope(config, RopeOverrides(YARN | {"original_max_position_embeddings": 48}))
+    changed = override_rope(config, rope_table(YARN | {"original_max_position_embeddings": 48}))
     assert read_rope(changed).original_max_positions == 48
 
 
 def test_more_positions_keep_the_original_ones_of_the_checkpoint():
-    changed = override_rope(LLAMA | {"rope_scaling": YARN}, RopeOverrides(max_positions=512))
+    changed = override_rope(LLAMA | {"rope_scaling": YARN}, rope_table(max_positions=512))
     assert read_rope(changed).original_max_positions == 64
 
 
 def test_second_override_keeps_the_original_positions():
-    once = override_rope(LLAMA, RopeOverrides(YARN, max_positions=256))
-    twice = override_rope(once, RopeOverrides(YARN | {"factor": 16.0}, max_positions=1024))
+    once = override_rope(LLAMA, rope_table(YARN, max_positions=256))
+    twice = override_rope(once, rope_table(YARN | {"factor": 16.0}, max_positions=1024))
     assert (read_rope(twice).original_max_positions, read_rope(twice).factor) == (64, 16)
 
 
 def test_scaling_keeps_theta_and_rotated_share():
-    rope = read_rope(override_rope(VERSION_5, RopeOverrides({"type": "linear", "factor": 2.0})))
+    rope = read_rope(override_rope(VERSION_5, rope_table({"type": "linear", "factor": 2.0})))
     assert rope == Rope(read_rope(VERSION_5).rotary_dim, 700.0, 64, rope_type="linear", factor=2.0)
 
 
@@ -130,32 +130,32 @@ def test_scaling_keeps_theta_and_rotated_share():
     "config", [LLAMA, LLAMA | {"rope_scaling": YARN}, GPT_NEOX | {"rotary_emb_base": 500}]
 )
 def test_theta_changes_nothing_else(config: dict[str, Any]):
-    before, after = read_rope(config), read_rope(override_rope(config, RopeOverrides(theta=7e5)))
+    before, after = read_rope(config), read_rope(override_rope(config, rope_table(theta=7e5)))
     assert (after.theta, after.rope_type, after.factor) == (7e5, before.rope_type, before.factor)
-    assert override_rope(config, RopeOverrides(theta=7e5))["rope_theta"] == 7e5, (
+    assert override_rope(config, rope_table(theta=7e5))["rope_theta"] == 7e5, (
         "transformers 4 reads it there"
     )
 
 
 def test_scaling_may_name_theta():
-    assert read_rope(override_rope(LLAMA, RopeOverrides(YARN | {"rope_theta": 3e4}))).theta == 3e4
+    assert read_rope(override_rope(LLAMA, rope_table(YARN | {"rope_theta": 3e4}))).theta == 3e4
 
 
 def test_default_removes_a_scaling():
     config = LLAMA | {"rope_scaling": DYNAMIC}
-    assert read_rope(override_rope(config, RopeOverrides({"rope_type": "default"}))) == read_rope(
+    assert read_rope(override_rope(config, rope_table({"rope_type": "default"}))) == read_rope(
         LLAMA
     )
 
 
 def test_gptj_override_sets_n_positions():
-    changed = override_rope(GPTJ, RopeOverrides(max_positions=600))
+    changed = override_rope(GPTJ, rope_table(max_positions=600))
     assert (changed["n_positions"], read_rope(changed).original_max_positions) == (600, 600)
     assert "max_position_embeddings" not in changed
 
 
 def test_longrope_stretch_follows_the_positions():
-    changed = override_rope(PHI3 | {"partial_rotary_factor": 1.0}, RopeOverrides(
+    changed = override_rope(PHI3 | {"partial_rotary_factor": 1.0}, rope_table(
         LONG_ROPE | {"original_max_position_embeddings": 32}, max_positions=1024
     ))  # fmt: skip
     assert read_rope(changed).attention_factor == pytest.approx(
@@ -163,58 +163,58 @@ def test_longrope_stretch_follows_the_positions():
     )
 
 
-REJECTED: dict[str, tuple[dict[str, Any], RopeOverrides, str, str]] = {
+REJECTED: dict[str, tuple[dict[str, Any], Model, str, str]] = {
     "learned positions": (
         GPT2,
-        RopeOverrides(YARN),
+        rope_table(YARN),
         "`model.rope_scaling` cannot be applied to gpt2",
         "it has no rotary embedding",
     ),
     "relative bias": (
         T5,
-        RopeOverrides(theta=5e5),
+        rope_table(theta=5e5),
         "`model.rope_theta` cannot be applied to t5",
         "it has no rotary embedding",
     ),
     "recurrent mixer": (
         {"model_type": "mamba2", "num_hidden_layers": 2},
-        RopeOverrides(theta=5e5),
+        rope_table(theta=5e5),
         "`model.rope_theta` cannot be applied to mamba2",
         "it has no rotary embedding",
     ),
     "two rotary embeddings": (
         GEMMA3,
-        RopeOverrides(YARN),
+        rope_table(YARN),
         "`model.rope_scaling` is not supported for gemma3_text",
         "it has one rotary embedding for layers with a sliding window and another for the other layers",
     ),
     "fixed rotary embedding": (
         GPTJ,
-        RopeOverrides(theta=5e5),
+        rope_table(theta=5e5),
         "`model.rope_theta` cannot be applied to this gptj model",
         "`rope_scaling` is not supported for this family",
     ),
     "unsupported type": (
         PHI3,
-        RopeOverrides(LLAMA3, max_positions=128),
+        rope_table(LLAMA3, max_positions=128),
         "`model.rope_scaling`, `model.max_position_embeddings` cannot be applied to this phi3 model",
         "rope type `llama3` is not supported for this family",
     ),
     "number of factors": (
         LLAMA,
-        RopeOverrides(LONG_ROPE),
+        rope_table(LONG_ROPE),
         "`model.rope_scaling` cannot be applied to this llama model",
         "short_factor of the rope scaling is [1.0, 1.5, 2.5, 4.0], it must be 8 numbers, one per rotated pair",
     ),
     "theta": (
         LLAMA,
-        RopeOverrides(theta=0.5),
+        rope_table(theta=0.5),
         "`model.rope_theta` cannot be applied to this llama model",
         "rope_theta is 0.5, it must be above 1",
     ),
     "postponed scaling": (
         LLAMA,
-        RopeOverrides(DYNAMIC, max_positions=256),
+        rope_table(DYNAMIC, max_positions=256),
         "`model.max_position_embeddings` is 256",
         "dynamic scaling begins after these positions: 64 in the checkpoint",
     ),
