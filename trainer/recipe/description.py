@@ -9,7 +9,7 @@ from prepcli.core.formatting import count_text
 from trainer.recipe.data_table import Data, split_sources
 from trainer.recipe.key_types import to_toml, types_of
 from trainer.recipe.lr_schedule import DECAYS, LRSchedule, build_lr_schedule, warmup_steps_of
-from trainer.recipe.tables import EVAL_LOSS, Recipe, Train, key_schemas_of, value_of
+from trainer.recipe.tables import EVAL_LOSS, Recipe, key_schemas_of, value_of
 from trainer.recipe.text_fields import CHAT_FORMATS, FORMAT_FIELDS, WHOLE_TOKENS
 
 # Column of the comments of a written recipe, unless a value is longer.
@@ -112,10 +112,13 @@ def evaluation_text(recipe: Recipe, n_rows: int | None = None) -> str:
         recipe: The recipe.
         n_rows: Rows of an evaluation. None if they are unknown. The text is then empty without settings.
     """
+    train = recipe.train
     stride = recipe.eval.stride
     parts = ["evaluation"]
-    if when := _interval_text(recipe.train):
-        parts.append(when)
+    if train.eval_every_epochs is not None:
+        parts.append(f"every {_epochs_text(train.eval_every_epochs)}")
+    elif train.eval_every:
+        parts.append(f"every {count_text(train.eval_every, 'step')}")
     rows = "sequences" if stride is None else "windows"
     if n_rows is not None:
         parts.append(f"on {n_rows:,} {rows}")
@@ -130,15 +133,6 @@ def evaluation_text(recipe: Recipe, n_rows: int | None = None) -> str:
     if text == "evaluation":
         return ""
     return text
-
-
-def _interval_text(train: Train) -> str:
-    """Return the interval of evaluations as text. Empty if there is only one at the end."""
-    if train.eval_every_epochs is not None:
-        return f"every {_epochs_text(train.eval_every_epochs)}"
-    if train.eval_every:
-        return f"every {count_text(train.eval_every, 'step')}"
-    return ""
 
 
 def _epochs_text(epochs: float) -> str:

@@ -252,11 +252,7 @@ def unknown_key_hint(path: str, is_override: bool = False) -> str:
 
 
 def option_hint(option: str) -> str:
-    """Return a hint for an unknown option of `prep train`, usually the `--set` option to use, or "" if no key matches.
-
-    Args:
-        option: The option with its dashes, such as `--learning-rate`.
-    """
+    """Return a hint for an unknown option such as `--learning-rate`, or "" if no key matches."""
     key = guess(option.lstrip("-").replace("-", "_"))
     if key in KEY_SCHEMAS:
         return text("{}", Key(key, "VALUE", is_override=True))

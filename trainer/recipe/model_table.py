@@ -356,14 +356,7 @@ SCALINGS: Mapping[str, type[RopeScaling]] = {
 
 
 def check_rope_scaling(scaling: HFConfig) -> None:
-    """Check a rope scaling without a model.
-
-    Args:
-        scaling: Content of `model.rope_scaling`.
-
-    Raises:
-        UsageError: The type is not supported, a key is unknown or missing, or a value is invalid.
-    """
+    """Raise UsageError if the content of `model.rope_scaling` is invalid for all models."""
     rope_type = str(scaling.get("rope_type", scaling.get("type", "")))
     if rope_type not in SCALINGS:
         what = f"rope type `{rope_type:.{MAX_VALUE_CHARS}}` is not supported"
