@@ -296,7 +296,7 @@ VALUES_BY_KEY = {
     "checkpoint.push": st.sampled_from(["me/llama", "me/llama-13b@main"]),
     "optimizer.warmup_steps": st.integers(0, 9),
     "optimizer.decay_steps": st.integers(10, 2**30),
-    "optimizer.warmup_ratio": st.floats(0, 0.4),
+    "optimizer.warmup_ratio": st.just(0.0) | st.floats(1e-9, 0.4),
     "train.steps": st.integers(10, 2**30),
     "train.profile": st.fixed_dictionaries(
         {"start": st.integers(1, 99), "steps": st.integers(1, 9)}
