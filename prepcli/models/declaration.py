@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 from prepcli.algebra.axis_map import LAYERS
-from prepcli.core.json_values import HFConfig
+from prepcli.core.json_values import HFConfig, JsonValue
 from prepcli.models.architecture import (
     ROPE_FIELDS,
     ArchConfig,
@@ -159,8 +159,7 @@ def mark_part(parts: Mapping[str, str], name: str) -> str:
 def grouped_qkv(module: str, bias: Condition | None = ALWAYS) -> Parameters:
     """Return queries, keys and values of one tensor: all queries, then all keys, then all values."""
     # With 4 heads and 2 kv_heads of 8 elements, rows 0 to 31 are queries, 32 to 47 keys, and 48 to 63 values.
-    heads = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}
-    parts = {name: f"{atom} head_dim" for name, atom in heads.items()}
+    parts = {"q": "heads head_dim", "k": "kv_heads head_dim", "v": "kv_heads head_dim"}
     parameters: Parameters = {}
     for name, dims in parts.items():
         row = f"{dims} embed <- {module}.weight: {mark_part(parts, name)} embed"
@@ -297,7 +296,10 @@ def with_aliases(config: HFConfig, aliases: Mapping[str, str]) -> HFConfig:
     >>> with_aliases({"num_layers": 2}, {"num_layers": "num_hidden_layers"})
     {'num_layers': 2, 'num_hidden_layers': 2}
     """
-    values = {name: config.get(alias) for alias, name in aliases.items() if alias in config}
+    values: dict[str, JsonValue] = {}
+    for alias, name in aliases.items():
+        if alias in config:
+            values[name] = config.get(alias)
     return changed(config, **values) if values else config
 
 

@@ -63,13 +63,14 @@ class Spec:
         """Return the sharding of a leaf with extent 1 along `axes`. These dims are not split."""
         if not axes:
             return self
-        is_kept = [axis not in axes for axis in range(len(self.dim_names))]
-        return Spec(
-            tuple(name if kept else "" for name, kept in zip(self.dim_names, is_kept)),
-            tuple(names if kept else () for names, kept in zip(self.mesh_axes, is_kept)),
-            tuple(shards if kept else 1 for shards, kept in zip(self.shards_per_dim, is_kept)),
-            self.fallbacks,
-        )
+        dim_names = list(self.dim_names)
+        mesh_axes = list(self.mesh_axes)
+        shards_per_dim = list(self.shards_per_dim)
+        for axis in axes:
+            dim_names[axis] = ""
+            mesh_axes[axis] = ()
+            shards_per_dim[axis] = 1
+        return Spec(tuple(dim_names), tuple(mesh_axes), tuple(shards_per_dim), self.fallbacks)
 
     def __str__(self) -> str:
         texts = (

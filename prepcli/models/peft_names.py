@@ -65,7 +65,9 @@ def peft_patterns(family: Family, config: HFConfig, lora: LoraConfig) -> PeftPat
     settings = module_settings(family, config, lora)
     # PEFT has the name of the parameter for experts, and of the module for a projection.
     experts = {p.tensor for p in expert_projections(family, config)}
-    names = {name: name if name in experts else name.removesuffix(WEIGHT) for name in settings}
+    names: dict[str, str] = {}
+    for name in settings:
+        names[name] = name if name in experts else name.removesuffix(WEIGHT)
     for tensor, module in settings.items():
         name = names[tensor]
         others = {_module_pattern(other) for other in names.values() if other != name}

@@ -304,11 +304,14 @@ def _with_mrope(rope: HFConfig, stored: HFConfig) -> JsonObject:
 def _find_prefix(config: HFConfig, family: Family, names: Collection[str]) -> str:
     """Return the prefix of the text part's tensors, e.g. `language_model.model.`."""
     embedding = family.tying.embedding_tensor
-    prefixes = [name.removesuffix(embedding) for name in names if name.endswith(embedding)]
-    prefixes = [prefix for prefix in prefixes if not prefix or prefix.endswith(".")]
-    # An encoder may have an embedding of the same name, but not the first layer of a decoder beside it.
     layers = _first_tensor_name(family)
-    prefixes = [prefix for prefix in prefixes if prefix + layers in names]
+    prefixes: list[str] = []
+    for name in names:
+        prefix = name.removesuffix(embedding)
+        is_prefix = name.endswith(embedding) and (not prefix or prefix.endswith("."))
+        # An encoder may have an embedding of the same name, but not the first layer of a decoder beside it.
+        if is_prefix and prefix + layers in names:
+            prefixes.append(prefix)
     if len(prefixes) == 1:
         return prefixes[0]
     count = "no" if not prefixes else f"{len(prefixes)}"

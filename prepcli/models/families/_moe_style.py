@@ -103,10 +103,9 @@ def correction(tensor: str, alternate: str = "") -> Parameter:
 def shared_experts(module: str, condition: Condition = ALWAYS) -> Parameters:
     """Return the parameters of shared experts, which are one gated MLP."""
     parameters = gated_mlp(module=module, path="mlp.shared", mlp="shared_mlp")
-    return {
-        path: dataclasses.replace(parameter, condition=condition)
-        for path, parameter in parameters.items()
-    }
+    for path, parameter in parameters.items():
+        parameters[path] = dataclasses.replace(parameter, condition=condition)
+    return parameters
 
 
 def granite_shared_mlp(path: str, mlp: str, condition: Condition = ALWAYS) -> Parameters:
