@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from prepcli.core.errors import Key, PrepError, text
+from prepcli.core.errors import Key, PrepError, Text, text
 from prepcli.core.formatting import count_text
 from prepcli.core.json_values import JsonObject
 from trainer.data.examples import Example, IdentityChange, Segment
@@ -297,7 +297,10 @@ def _ids_examples(chunk: IdsChunk, settings: RecordSettings) -> Iterator[Example
         position = int(np.argmax(is_invalid))
         what = f"{chunk.file}, token {chunk.first + position:,}: the id {int(ids[position]):,} is out of range"
         why = f"the vocabulary without padding has {settings.vocab:,} tokens"
-        hint = text("{} sets the dtype of .bin files", Key("data.ids_dtype"))
+        hint: Text | str = "make the ids with the tokenizer of this model"
+        # Documents of Megatron-LM do not end at a token, and their index has the dtype.
+        if chunk.file.endswith(".bin") and chunk.ends_at_eos:
+            hint = text("{} sets the dtype of .bin files", Key("data.ids_dtype"))
         raise PrepError(what, why, hint)
     # -1 is no id: without an end token, only the end of the chunk ends a document.
     eos_id = -1

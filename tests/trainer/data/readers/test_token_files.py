@@ -94,8 +94,15 @@ def test_error_names_the_position_of_an_id_out_of_range(tmp_path: Path, bad: int
     np.save(tmp_path / "a.npy", np.array([1, 2, bad]))
     with pytest.raises(
         PrepError, match=rf"a.npy, token 2: the id {bad} is out of range - .* has 300 tokens"
-    ):
+    ) as caught:
         read_tokens(tmp_path / "a.npy")
+    assert "the tokenizer of this model" in caught.value.hint
+
+
+def test_error_for_an_id_of_a_bin_file_names_its_dtype(tmp_path: Path):
+    np.array([1, 2, 300], np.uint16).tofile(tmp_path / "a.bin")
+    with pytest.raises(PrepError, match=r"a.bin, token 2: .*`data.ids_dtype` sets the dtype"):
+        read_tokens(tmp_path / "a.bin")
 
 
 @pytest.mark.parametrize(
@@ -316,6 +323,13 @@ def test_ids_after_the_last_document_are_an_error(tmp_path: Path):
         file.write(bytes(2))
     config = make_config(tmp_path, tmp_path / "data.idx", type="megatron")
     with pytest.raises(PrepError, match=r"end at byte 94 of data\.bin, which has 96"):
+        tokenize_quietly(config)
+
+
+def test_id_out_of_range_of_an_index_has_no_hint_about_dtypes(tmp_path: Path):
+    write_dataset(tmp_path / "data", [[[5, 9999]]])
+    config = make_config(tmp_path, tmp_path / "data.idx", type="megatron")
+    with pytest.raises(PrepError, match=r"data\.bin, token 1: .*the tokenizer of this model"):
         tokenize_quietly(config)
 
 
