@@ -34,11 +34,7 @@ from trainer.recipe.key_types import (
     to_toml,
 )
 from trainer.recipe.model_table import Lora, Model
-from trainer.recipe.optimizer_tables import (
-    DEFAULT_OPTIMIZER,
-    OPTIMIZER_TABLES,
-    AnyOptimizerTable,
-)
+from trainer.recipe.optimizer_tables import DEFAULT_OPTIMIZER, OPTIMIZER_TABLES, AnyOptimizerTable
 
 OptionalText = Annotated[NonEmptyText, Field(examples=["llama"])] | None
 Direction = Literal["lowest", "highest"]
