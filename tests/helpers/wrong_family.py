@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 
+from prepcli.models import registry
 from prepcli.models.parameters import Family
-from prepcli.models.registry import MODEL_TYPES
 
 
 def use_family(wrong: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the registry return another family for its model type."""
-    kin = importlib.import_module(f"prepcli.models.families.{MODEL_TYPES[wrong.name]}")
-    monkeypatch.setitem(kin.FAMILIES, wrong.name, wrong)
+    find = registry._declared_family
+    monkeypatch.setattr(
+        registry, "_declared_family", lambda name: wrong if name == wrong.name else find(name)
+    )

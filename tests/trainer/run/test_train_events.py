@@ -246,8 +246,8 @@ def test_rounded_parameters_are_not_resumed(work_dir: Path, capsys: pytest.Captu
         (("checkpoint.best=eval_loss", "data.holdout=0"), "there is no evaluation data"),
         (("train.eval_every=2", "train.eval_every_epochs=1"), "both set the same interval"),
         (("checkpoint.every_epochs=1",), "both set the same interval"),
-        (("train.profile={ start = 0, steps = 1 }",), "start is 0, not a positive integer"),
-        (("train.profile={ start = 1 }",), "its keys are start, not start and steps"),
+        (("train.profile={ start = 0, steps = 1 }",), "`start` is 0"),
+        (("train.profile={ start = 1 }",), "`steps` is missing"),
     ],
 )
 def test_conflicting_eval_and_checkpoint_keys_are_errors(
