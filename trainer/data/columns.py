@@ -105,10 +105,18 @@ def find_shapes(values: Mapping[str, object]) -> list[Shape]:
     >>> find_shapes({"question": "1+1?", "answer": "2"})
     [Shape(format='question_answer', fields='[question], answer')]
     """
+    # Reading a value of another column may fail.
     known = {name: values[name] for name in values if name in SHAPE_COLUMNS}
-    # If the columns with a value fit no shape, the others tell it. The record is then an invalid line.
-    columns = {name: value for name, value in known.items() if value is not None}
-    return _find_shapes(columns) or _find_shapes(known)
+    return _find_shapes({name: value for name, value in known.items() if value is not None})
+
+
+def find_shapes_by_names(values: Mapping[str, object]) -> list[Shape]:
+    """Return the shapes that the columns of a record fit if null is a value: the record is then an invalid line.
+
+    >>> find_shapes_by_names({"question": "1+1?", "answer": None})
+    [Shape(format='question_answer', fields='[question], answer')]
+    """
+    return _find_shapes({name: values[name] for name in values if name in SHAPE_COLUMNS})
 
 
 def _find_shapes(columns: Mapping[str, object]) -> list[Shape]:
@@ -366,6 +374,7 @@ def _first_shape(
     data: Data, files: Sequence[Path | DataFile], reader: Reader
 ) -> tuple[Shape, bool] | None:
     """Return the shape of the first record, and whether its lists are JSON texts. None without a shape."""
+    by_names: list[list[Shape]] = []
     # Invalid records, and records in no shape, are skipped if the recipe allows some.
     for record in itertools.islice(_read_records(data, files, reader), data.bad_lines + 1):
         shapes = find_shapes(record.values)
@@ -377,8 +386,12 @@ def _first_shape(
         if shapes:
             has_json = any(is_json_list(record.values.get(name)) for name in shapes[0].list_columns)
             return shapes[0], has_json
-        if not data.bad_lines:
+        by_names.append(find_shapes_by_names(record.values))
+        if not data.bad_lines and len(by_names[0]) != 1:
             _check_record(record)
+    # No record has the values of a shape. The first one is then an invalid line of the shape that its names tell.
+    if by_names and len(by_names[0]) == 1:
+        return by_names[0][0], False
     return None
 
 

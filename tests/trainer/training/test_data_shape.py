@@ -185,6 +185,21 @@ def test_null_of_the_first_record_is_an_invalid_line(
     assert (data.format, data.fields) == shape
 
 
+@pytest.mark.parametrize(
+    ("records", "shape"),
+    [
+        ([{"conversations": None}, {"conversations": [HUMAN]}], ("sharegpt", "conversations")),
+        ([{"text": None, "messages": None}, {"messages": [USER]}], ("chat", "messages")),
+    ],
+)
+def test_record_with_values_tells_the_shape_after_one_of_nulls(
+    records: list[dict[str, Any]], shape: tuple[str, str], tmp_path: Path
+):
+    path = write_rows(tmp_path, *records)
+    data, _ = find(path, bad_lines=1)
+    assert (data.format, data.fields) == shape
+
+
 @pytest.mark.parametrize("file_type", ["csv", "gzip", "list", "parquet"])
 def test_shape_is_found_in_other_files(file_type: str, tmp_path: Path):
     row = {"question": "1+1?", "answer": "2"}
