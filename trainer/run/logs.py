@@ -383,6 +383,9 @@ def open_logs(run: Run, step: int, *, has_sampler: bool) -> Iterator[list[RunLog
             # Before the file of metrics is opened, which removes the lines of repeated steps.
             for kind, setting in _enabled_logs(run.recipe.log):
                 optional_logs.append(_keep(run, kind.open(run, setting, step), stack))
+            # A table that an earlier start made has the rows of this one as well.
+            if not run.recipe.log.csv and run.storage.fetch_file(CSV_FILE, run.folder).exists():
+                optional_logs.append(_keep(run, CsvLog.open(run, True, step), stack))
         logs = [_keep(run, MetricsFileLog(run.folder / name, step), stack), *optional_logs]
         if index == 0:
             run.storage.fetch_file(SAMPLES_FILE, run.folder)

@@ -298,8 +298,15 @@ def test_table_of_a_resumed_run_has_each_step_once(tmp_path: Path, has_table_bef
     rows = [(row["step"], row["loss"]) for row in read_table(tmp_path)]
     assert rows == [("1", "0"), ("2", "0"), ("3", "0"), ("4", "3"), ("5", "3"), ("6", "3")]
     assert (CSV_FILE, [1, 2, 3, 4, 5, 6]) in run.storage.stored
-    write_steps(make_run(tmp_path, csv=True), 0, 1)
-    assert read_table(tmp_path) == [{"step": "1", "loss": "0"}]
+    # A table of an earlier start never differs from the metrics.
+    for has_table in (True, False):
+        write_steps(make_run(tmp_path, csv=has_table), 0, 1)
+        assert read_table(tmp_path) == [{"step": "1", "loss": "0"}]
+
+
+def test_run_without_the_key_has_no_table(tmp_path: Path):
+    write_steps(make_run(tmp_path), 0, 1)
+    assert not (tmp_path / CSV_FILE).exists()
 
 
 # Metrics in TensorBoard event files, read by TensorBoard itself.
