@@ -303,8 +303,8 @@ class RopeScaling(BaseModel):
 
     model_config = STRICT
 
-    rope_type: str | None = None
-    type: str | None = None
+    rope_type: str | None = Field(default=None, examples=["yarn"])
+    type: str | None = Field(default=None, examples=["yarn"])
     rope_theta: Factor | None = None
     partial_rotary_factor: Factor | None = None
 
