@@ -92,9 +92,12 @@ def _read_ministral3_rope(config: HFConfig, sizes: Sizes) -> Rope:
         sizes["head_dim"],
         max_positions=read_size(config, "max_position_embeddings", 262_144),
     )
+    step_length = read_size(scaling, "original_max_position_embeddings", 16384)
+    if rope.rope_type in ("llama3", "yarn", "longrope"):
+        # For these types a field of the config itself comes before that of its scaling.
+        step_length = rope.original_max_positions
     query_scale = QueryScale(
-        beta=read_positive(scaling, "llama_4_scaling_beta", 0.1),
-        step_length=read_size(scaling, "original_max_position_embeddings", 16384),
+        beta=read_positive(scaling, "llama_4_scaling_beta", 0.1), step_length=step_length
     )
     return dataclasses.replace(rope, query_scale=query_scale)
 

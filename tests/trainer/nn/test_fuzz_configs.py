@@ -69,6 +69,15 @@ def test_sampled_configs_match_transformers_or_are_rejected(family: str):
     assert wrong_samples(run_chunk(family, 0, range(4))) == {}
 
 
+# Family, seed and number of samples that once had other logits or shapes
+FOUND_SAMPLES = (("ministral3", 7, 9), ("olmoe", 7, 19))
+
+
+@pytest.mark.parametrize(("family", "seed", "number"), FOUND_SAMPLES)
+def test_found_samples_match_or_are_rejected(family: str, seed: int, number: int):
+    assert wrong_samples(run_chunk(family, seed, [number])) == {}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 @pytest.mark.parametrize("family", BASE_CONFIGS)
