@@ -15,6 +15,7 @@ from prepcli.models.layer_config import DROPOUT_KEY, FCM_KEY, check_dropout_tabl
 from prepcli.models.lora_config import MAX_ALPHA
 from prepcli.models.mesh import DCN_KEY, check_slices, parse_mesh, parse_slice_counts
 from prepcli.models.param_tree import PATTERN_KEYS, check_regular_expressions
+from prepcli.models.rope_config import MAX_FLOAT32
 from prepcli.models.rules import merge_rules
 from trainer.recipe.data_table import (
     DATASET_KEYS,
@@ -50,9 +51,8 @@ from trainer.recipe.text_fields import (
     parse_fields,
 )
 
-# The optimizer's numbers are float32.
-MAX_FLOAT32 = 3.4e38
-# Smaller ones are 0 on devices, and larger ones below 1 are 1. With `eps = 0` or `b2 = 1` AdamW divides 0 by 0.
+# The numbers of the optimizer are float32: smaller ones are 0, and larger ones below 1 are 1. With `eps = 0` or
+# `b2 = 1`, AdamW divides 0 by 0.
 MIN_FLOAT32 = 1.2e-38
 MAX_BELOW_1 = 0.99999994
 INT32_KEYS = (

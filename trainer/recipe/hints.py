@@ -240,8 +240,10 @@ def unknown_key_hint(path: str, is_override: bool = False) -> str:
     key = guess(path)
     if not key:
         table = _similar_table(table)
-        known = [*keys_in(table), *([] if table else TABLE_NAMES)]
-        return f"known{f' in [{table}]' if table else ''}: {', '.join(known)}"
+        names = ", ".join(keys_in(table))
+        if table:
+            return f"known in [{table}]: {names}"
+        return f"known: {names}, {', '.join(TABLE_NAMES)}"
     if key not in KEY_SCHEMAS:
         return key
     if is_override:

@@ -549,9 +549,10 @@ def test_floats_that_float32_rounds_to_0_or_1_are_rejected(small: Path, setting:
 
 
 def test_floats_at_the_ends_of_float32_are_accepted(small: Path):
-    load_recipe(
-        small, ["optimizer.eps=1.2e-38", "optimizer.b2=0.99999994", "optimizer.lr=0.99999999"]
-    )
+    values = ["optimizer.eps=1.2e-38", "optimizer.b2=0.99999994", "optimizer.lr=0.99999999"]
+    optimizer = load_recipe(small, values).recipe.optimizer
+    assert isinstance(optimizer, AdamWTable)
+    assert (optimizer.eps, optimizer.b2, optimizer.lr) == (1.2e-38, 0.99999994, 0.99999999)
 
 
 def test_floats_beyond_float32_are_rejected(small: Path):
