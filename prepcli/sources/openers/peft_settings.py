@@ -230,15 +230,19 @@ def read_adapter_family(
                 missing.append(layer)
             else:
                 prefixes[layer] = prefix
-        is_expert = projection.has_experts
-        if not prefixes or (is_expert and not settings.targets_parameter(projection.tensor)):
+        adapters = found
+        if projection.has_experts:
+            adapters = experts
+            if not settings.targets_parameter(projection.tensor):
+                continue
+        if not prefixes:
             continue
         layer, prefix = next(iter(prefixes.items()))
         if missing:
             what = f"{path}: adapters of some layers are not supported"
             why = f"{layer} has one, and {missing[0]} has none"
             raise PrepError(what, why, text("{} adds them to their base", Command("merge")))
-        (experts if is_expert else found).setdefault(projection.name, prefix)
+        adapters.setdefault(projection.name, prefix)
     if not found and not experts:
         why = f"none of its tensors is an adapter of a projection of {family.name}"
         raise PrepError(

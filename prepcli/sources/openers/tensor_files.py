@@ -295,11 +295,12 @@ def with_state_names(folder: DcpFolder) -> DcpFolder:
     PyTorch's tutorial saves `{"app": {"model": ..., "optim": ...}}`, and other loops only the inner dict.
     """
     names = [*(tensor.name for tensor in folder.tensors), *folder.non_tensors]
-    for wrapper in ("app.", ""):
-        optimizer = f"{wrapper}optim."
-        if any(name.startswith(f"{optimizer}state.") for name in names):
-            break
-    else:
+    wrapper = ""
+    if any(name.startswith(("app.model.", "app.optim.")) for name in names):
+        wrapper = "app."
+    optimizer = f"{wrapper}optim."
+    has_state = any(name.startswith(f"{optimizer}state.") for name in names)
+    if not (wrapper or has_state):
         return folder
 
     def rename(name: str) -> str:

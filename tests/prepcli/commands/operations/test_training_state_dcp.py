@@ -224,6 +224,17 @@ def test_keys_of_the_tutorial_of_pytorch_are_read(torch_folder: None, is_app: bo
     run_ok("verify", f"{name}-back", "back")
 
 
+def test_model_of_the_tutorial_of_pytorch_is_read_without_its_optimizer(torch_folder: None):
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    training = TorchTraining("tiny")
+    training.load("torch")
+    save({"app": {"model": get_model_state_dict(training.model)}}, checkpoint_id="model-of-app")
+    run_ok("save-init", "model-of-app", "--config", "tiny", "--out", "app-init")
+    run_ok("verify", "app-init", "from-torch")
+
+
 def test_tied_head_moves_in_both_directions(tmp_path: Path, monkeypatch):
     """The state dict of PyTorch has a tied head under both names, and its moments under one."""
     from prepcli.commands.testing.tiny_model import torch_random_model
