@@ -29,7 +29,7 @@ from bench.damage import damage_file
 from prepcli.commands.cli.main import main as prep
 from prepcli.commands.demo.tiny_model import VOCABULARY, write_tiny_model
 from prepcli.core.tables import format_table
-from prepcli.execution.folder_store import is_locked
+from prepcli.execution.folder_output import is_locked
 from prepcli.formats.manifest import saved_steps
 from tests.helpers.adapters import make_adapter
 

@@ -1,4 +1,4 @@
-"""Checks of the data of a run: the source while it is read, and the written files before the publication.
+"""Checks of the data of a conversion: the source while it is read, and the written files before the publication.
 
 Changes of the source's files, and digests and casts of its tensors, are checked while a conversion reads them.
 
@@ -102,7 +102,7 @@ def _file_stats(paths: Sequence[AnyPath]) -> list[os.stat_result]:
 
 
 def parse_source_state(value: JsonValue) -> SourceState:
-    """Return the state in a record of the run."""
+    """Return the state in a record of the conversion."""
     state: SourceState = []
     for entry in value if isinstance(value, list) else ():
         match entry:

@@ -72,7 +72,7 @@ def finalize_folder(
     plan: Plan,
     folder: Path,
     *,
-    run_identity: dict[str, object],
+    identity: dict[str, object],
     digests: Mapping[int, StreamDigest],
     sums: ChecksumArray,
     compressed: CompressedChunks | None = None,
@@ -82,7 +82,7 @@ def finalize_folder(
     Args:
         plan: The plan of the output.
         folder: The staging folder, with complete data files.
-        run_identity: Identity of the run, for the manifest.
+        identity: Identity of the output, for the manifest.
         digests: Digests of all streams, by number.
         sums: Checksums of all blocks. Unknown ones are computed from the data files.
         compressed: Locations of compressed chunks. None if the chunks are raw.
@@ -93,7 +93,7 @@ def finalize_folder(
     Raises:
         PrepError: The system refused to read or write.
     """
-    # A kill leaves a staging folder, and the next run writes all of these files again. This call checks the
+    # A kill leaves a staging folder, and the next start writes all of these files again. This call checks the
     # folders. Each file is opened without following links.
     check_no_symlinks(folder)
 
@@ -103,7 +103,7 @@ def finalize_folder(
                 compute_unknown(sums, chunk_extents(plan.leaves), written)
         manifest = write_last_files(
             plan,
-            run_identity,
+            identity,
             digests=digests,
             sums=sums,
             put=lambda path, content: write_files(folder, {path: content}),
@@ -118,7 +118,7 @@ def finalize_folder(
 
 def write_last_files(
     plan: Plan,
-    run_identity: dict[str, object],
+    identity: dict[str, object],
     *,
     digests: Mapping[int, StreamDigest],
     sums: ChecksumArray,
@@ -131,7 +131,7 @@ def write_last_files(
 
     Args:
         plan: The plan of the output.
-        run_identity: Identity of the run, for the manifest.
+        identity: Identity of the output, for the manifest.
         digests: Digests of all streams, by number.
         sums: Checksums of all blocks.
         put: Writes a file, given its path and content.
@@ -169,7 +169,7 @@ def write_last_files(
         records = dict(map(write_file, sources))
     else:
         records = dict(map_in_daemon_threads(write_file, sources, num_threads=num_threads))
-    manifest = build_manifest(plan, run_identity, digests)
+    manifest = build_manifest(plan, identity, digests)
     if compressed is not None:
         manifest |= Manifest(packed=dict(zip(compressed.files, compressed.sizes)))
     if plan.leaves:
@@ -202,7 +202,8 @@ def _encode_metadata(plan: Plan, compressed: CompressedChunks | None) -> dict[st
     """Return the index and the metadata of the items, by their paths in the output. Empty for a plan without leaves."""
     files: dict[str, bytes] = {}
     folders: list[PurePosixPath] = []
-    # The newest time stamp of the source's files: equal runs write equal bytes. Metadata cannot hold times before 1970.
+    # The newest time stamp of the source's files: equal plans write equal bytes. Metadata cannot hold times before
+    # 1970.
     now_ns = max((0, *(file.mtime_ns for file in plan.source_files)))
     items = plan.items
     for item, leaves in items.items():
@@ -366,11 +367,11 @@ def raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:
 
 
 def build_manifest(
-    plan: Plan, run_identity: dict[str, object], digests: Mapping[int, StreamDigest]
+    plan: Plan, identity: dict[str, object], digests: Mapping[int, StreamDigest]
 ) -> Manifest:
     """Return the manifest without the records of output files."""
     source = {"name": plan.source_name, "files": [asdict(file) for file in plan.source_files]}
-    manifest = Manifest() | run_identity | Manifest(command=plan.command, source=source)
+    manifest = Manifest() | identity | Manifest(command=plan.command, source=source)
     manifest |= plan.settings
     if casts := report_casts(plan.streams, digests):
         manifest |= Manifest(casts=casts)

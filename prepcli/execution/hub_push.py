@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from prepcli.core.errors import RESUME_HINT, Option, PrepError, causes, text, usage_error
 from prepcli.core.formatting import join_names
 from prepcli.core.observer import Progress
-from prepcli.execution.run_store import WORK_FOLDER
+from prepcli.execution.output import WORK_FOLDER
 from prepcli.sources.side_files import resolve_small_file
 from prepcli.stores.byte_ranges import DEFAULT_RETRY_POLICY, RetryPolicy
 from prepcli.stores.hub_client import (

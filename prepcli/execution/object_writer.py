@@ -18,7 +18,7 @@ from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.digest import StreamDigest
 from prepcli.engine.object_assembler import ObjectAssembler, Piece, PieceLimits
 from prepcli.execution.finalize import output_path
-from prepcli.execution.run_store import UnitNote
+from prepcli.execution.output import UnitNote
 from prepcli.formats.codecs import Encoder, codec_of
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import ChunkExtent, chunk_extents

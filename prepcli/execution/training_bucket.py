@@ -29,9 +29,9 @@ from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
-from prepcli.execution.bucket_store import NUM_THREADS
+from prepcli.execution.bucket_output import NUM_THREADS
 from prepcli.execution.finalize import write_last_files
-from prepcli.execution.run_store import WORK_FOLDER
+from prepcli.execution.output import WORK_FOLDER
 from prepcli.execution.training_storage import (
     NOTE_STEM,
     StepSave,

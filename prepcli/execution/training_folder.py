@@ -23,9 +23,9 @@ from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import Pipeline
 from prepcli.execution.finalize import finalize_folder
-from prepcli.execution.folder_run import check_free_space, missing_nbytes, open_sink
-from prepcli.execution.folder_store import (
-    FolderStore,
+from prepcli.execution.folder_converter import check_free_space, missing_nbytes, open_sink
+from prepcli.execution.folder_output import (
+    FolderOutput,
     acquire_lock,
     lock_in_folder,
     remove_work_folder,
@@ -227,7 +227,7 @@ class FolderStep:
     def __init__(self, save: StepSave, out: Path) -> None:
         self.save = save
         self.plan = save.plan
-        self.store = FolderStore(out)
+        self.store = FolderOutput(out)
 
     def shared_streams(self) -> Sequence[int]:
         """Return all streams, or none if one process writes the step."""
@@ -281,7 +281,7 @@ class FolderStep:
         finalize_folder(
             self.plan,
             self.store.folder,
-            run_identity=identity,
+            identity=identity,
             digests=digests,
             sums=sums,
         )

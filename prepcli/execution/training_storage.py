@@ -30,9 +30,9 @@ from prepcli.engine.checkpoint_store import HostLeaf
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import RunReader
+from prepcli.execution.converter import digest_plan, make_identity
 from prepcli.execution.data_checks import StreamReader
-from prepcli.execution.run import digest_plan, make_run_identity
-from prepcli.execution.run_store import UnitNote
+from prepcli.execution.output import UnitNote
 from prepcli.formats.manifest import RECREATE_HINT
 from prepcli.planning.chunk_placement import chunk_extents
 from prepcli.planning.object_files import LeafBoxes
@@ -326,4 +326,4 @@ def write_step(save: StepSave, output: StepOutput) -> None:
                 checksums.sums[other.blocks.astype(np.int64)] = other.sums
             # The small files are copied from the step before, so that their paths differ after each save.
             digest = digest_plan(replace(plan, small_files=()))
-            output.publish(make_run_identity(plan, digest), digests, checksums.sums)
+            output.publish(make_identity(plan, digest), digests, checksums.sums)

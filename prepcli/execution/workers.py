@@ -57,13 +57,13 @@ ONE_PROCESS = ProcessOptions("1/0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
+class ExecutionOptions:
     """How an output is written. `allow_overflow` decides between an error and infinities, the others change no byte.
 
     Attributes:
         memory_nbytes: Memory budget of this process and its workers.
         overwrite: Replace an existing output.
-        restart: Delete what an unfinished earlier run has written, and write it again.
+        restart: Delete what an unfinished earlier conversion has written, and write it again.
         allow_overflow: Cast out-of-range values to infinity.
         process_options: Share of this process in the work.
     """

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from prepcli.execution import folder_store, run
+from prepcli.execution import converter, folder_output
 
 Event = tuple[str, int]
 READS = ("listdir", "scandir", "stat", "lstat")
@@ -378,7 +378,7 @@ def simulated() -> Iterator[None]:
         patch.setattr(os, "close", _close)
         for name in ("fsync", "fdatasync"):
             patch.setattr(os, name, lambda fd: None)
-        for module in (folder_store, run):
+        for module in (converter, folder_output):
             patch.setattr(module, "time", clock)
-        patch.setattr(folder_store, "secrets", types.SimpleNamespace(token_hex=_token))
+        patch.setattr(folder_output, "secrets", types.SimpleNamespace(token_hex=_token))
         yield

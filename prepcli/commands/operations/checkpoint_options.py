@@ -16,8 +16,8 @@ from prepcli.core.json_values import is_utf8, quote_name
 from prepcli.core.observer import Observer
 from prepcli.core.option_spec import PathLike, as_tuple
 from prepcli.engine.budget import parse_memory
-from prepcli.execution.folder_store import remove_leftover
-from prepcli.execution.workers import ONE_PROCESS, ProcessOptions, RunOptions
+from prepcli.execution.folder_output import remove_leftover
+from prepcli.execution.workers import ONE_PROCESS, ExecutionOptions, ProcessOptions
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.restore.digest_checks import note_missing_file_digests
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommonOptions(RunOptions):
+class CommonOptions(ExecutionOptions):
     """Common options of converting commands: which checkpoint is read, how, and how the output is written.
 
     The fields have the names and meanings of the options, with these differences.

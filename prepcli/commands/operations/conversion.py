@@ -38,9 +38,9 @@ from prepcli.core.option_spec import format_command_line
 from prepcli.engine.casts import format_cast, report_casts
 from prepcli.engine.fills import fill_of
 from prepcli.engine.pipeline import ConversionResult
-from prepcli.execution.folder_run import FolderRun
-from prepcli.execution.run import ConversionRun, ExecutionRequest, digest_plan
-from prepcli.execution.run_store import WORK_FOLDER
+from prepcli.execution.converter import Converter, ExecutionRequest, digest_plan
+from prepcli.execution.folder_converter import FolderConverter
+from prepcli.execution.output import WORK_FOLDER
 from prepcli.execution.workers import WorkerPool
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, origin_record
@@ -139,9 +139,9 @@ class OpenedConversion:
                     options=self.common,
                     say=self.observer.note,
                 )
-                run = _open_run(request, out)
-                result = run.run()
-                manifest = run.read_manifest()
+                converter = _open_converter(request, out)
+                result = converter.run()
+                manifest = converter.read_manifest()
             num_changed = sum(cast.get("changed", 0) for cast in manifest.casts)
             details["accounting"]["changed_values"] = num_changed
             details |= self._report(plan, out, result, manifest, pool.share)
@@ -299,17 +299,17 @@ def check_index_size(plan: Plan) -> None:
         raise usage_error(what, why, hint)
 
 
-def _open_run(request: ExecutionRequest, out: Path | ObjectStoreUrl) -> ConversionRun:
+def _open_converter(request: ExecutionRequest, out: Path | ObjectStoreUrl) -> Converter:
     # Most outputs are folders of raw chunks, and need neither obstore nor an encoder.
     if not isinstance(out, Path):
-        from prepcli.execution.bucket_run import BucketRun
+        from prepcli.execution.bucket_converter import BucketConverter
 
-        return BucketRun(request, out)
+        return BucketConverter(request, out)
     if request.plan.compression:
-        from prepcli.execution.packed_folder_run import PackedFolderRun
+        from prepcli.execution.packed_folder_converter import PackedFolderConverter
 
-        return PackedFolderRun(request, out)
-    return FolderRun(request, out)
+        return PackedFolderConverter(request, out)
+    return FolderConverter(request, out)
 
 
 # --- The plan for the user

@@ -17,10 +17,10 @@ from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import make_budget
 from prepcli.engine.digest import StreamDigest
 from prepcli.engine.pipeline import PipelineUnit
-from prepcli.execution.folder_store import FolderStore, remove_work_folder
-from prepcli.execution.run import ConversionRun
-from prepcli.execution.run_store import DONE_FOLDER, UnitNote
-from prepcli.execution.workers import RunOptions
+from prepcli.execution.converter import Converter
+from prepcli.execution.folder_output import FolderOutput, remove_work_folder
+from prepcli.execution.output import DONE_FOLDER, UnitNote
+from prepcli.execution.workers import ExecutionOptions
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan, Stream
@@ -39,7 +39,7 @@ UNITS = [WorkUnit((number,), (), 16) for number in range(STREAMS)]
 SOURCE = SimpleNamespace(files=(), remote_files=None, manifest=None, all_tensors=())
 
 
-class FileRun(ConversionRun):
+class FileRun(Converter):
     """A run in a folder with a file for each unit. It reads a file back before it believes an older note."""
 
     def __init__(self, out: Path, share: Share, *, restart: bool, fails: bool) -> None:
@@ -52,10 +52,10 @@ class FileRun(ConversionRun):
         )
         request = SimpleNamespace(
             plan=PLAN, source=SOURCE, pool=pool, say=lambda text: None, plan_digest="b",
-            options=RunOptions(memory_nbytes=1 << 25, restart=restart),
+            options=ExecutionOptions(memory_nbytes=1 << 25, restart=restart),
         )  # fmt: skip
-        self.folder_store = FolderStore(out)
-        super().__init__(cast(Any, request), self.folder_store, UNITS, make_budget(1 << 25))
+        self.folder_output = FolderOutput(out)
+        super().__init__(cast(Any, request), self.folder_output, UNITS, make_budget(1 << 25))
         self.out = out
         self.fails = fails
         self.has_published = False
@@ -69,10 +69,10 @@ class FileRun(ConversionRun):
 
     def join(self, identity: Mapping[str, object], source: JsonObject) -> bool:
         """Join the run. Return False if the output was published meanwhile."""
-        self.folder_store.join(identity, source, restart=self.request.options.restart)
-        self.session = self.folder_store.session
+        self.folder_output.join(identity, source, restart=self.request.options.restart)
+        self.session = self.folder_output.session
         if self.is_done():
-            self.folder_store.discard()
+            self.folder_output.discard()
             return False
         return True
 
@@ -84,10 +84,10 @@ class FileRun(ConversionRun):
             note = self.read_note(DONE_FOLDER, number)
             self.earlier_notes.pop(number)
             if note is not None and note.session != self.session:
-                if (self.folder_store.folder / f"t{number}").read_text() == f"t{number}":
+                if (self.folder_output.folder / f"t{number}").read_text() == f"t{number}":
                     self.note_unit(number, replace(note, session=self.session))
                 else:
-                    self.store.delete([f"{DONE_FOLDER}/{number}"])
+                    self.output.delete([f"{DONE_FOLDER}/{number}"])
             self.release(number)
 
     def write_units(self, units: Iterator[PipelineUnit]) -> None:
@@ -96,7 +96,7 @@ class FileRun(ConversionRun):
             step("write", unit.number, sorted(self.notes), self.session)
             if self.fails:
                 raise PrepError("t1 is damaged")
-            (self.folder_store.folder / f"t{unit.number}").write_text(f"t{unit.number}")
+            (self.folder_output.folder / f"t{unit.number}").write_text(f"t{unit.number}")
             digests = {unit.number: StreamDigest("x", "x")}
             note = UnitNote(digests, session=self.session, writer=self.writer)
             self.note_unit(unit.number, note)
@@ -104,7 +104,7 @@ class FileRun(ConversionRun):
 
     def publish(self) -> None:
         """Check the files, and publish the folder."""
-        store = self.folder_store
+        store = self.folder_output
         store.is_published()
         for stream in PLAN.streams:
             assert (store.folder / stream.name).read_text() == stream.name
@@ -136,12 +136,12 @@ class Life:
         return self.attempt < later.attempt and self.share == later.share
 
     def run(self, out: Path) -> None:
-        """Run the steps of `ConversionRun.run` without the checks of the plan."""
+        """Run the steps of `Converter.run` without the checks of the plan."""
         run = FileRun(out, self.share, restart=self.restart, fails=self.fails)
         if not run.is_done():
             try:
                 if run.join({**run.identity, "units": "equal"}, {"files": []}):
-                    while not run.store.is_published():
+                    while not run.output.is_published():
                         run.write_all()
                         with run.claim_publication() as may_publish:
                             if may_publish:

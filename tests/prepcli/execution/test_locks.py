@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.execution.folder_store import acquire_lock, holder_of, is_locked, join_lock, try_lock
+from prepcli.execution.folder_output import acquire_lock, holder_of, is_locked, join_lock, try_lock
 
 TAKE = """
 import sys
 from pathlib import Path
 
-from prepcli.execution.folder_store import acquire_lock
+from prepcli.execution.folder_output import acquire_lock
 
 acquire_lock(Path(sys.argv[1]), Path("run"))
 """

@@ -21,8 +21,8 @@ from safetensors.numpy import save_file
 from prepcli.commands.cli.main import main
 from prepcli.commands.operations import conversion
 from prepcli.core.errors import PrepError
-from prepcli.execution.bucket_run import BucketRun
-from prepcli.execution.run_store import UnitNote
+from prepcli.execution.bucket_converter import BucketConverter
+from prepcli.execution.output import UnitNote
 from prepcli.planning.object_files import plan_object_files
 from prepcli.planning.plan import Plan
 from prepcli.stores import object_store
@@ -167,17 +167,17 @@ def test_killed_processes_resume_from_the_store(site: StoreSite, home: Path, nam
 def test_stop_without_the_store_has_its_exit_code(
     site: StoreSite, home: Path, monkeypatch: MonkeyPatch
 ):
-    note_sent = BucketRun._note_sent  # pyright: ignore[reportPrivateUsage]
+    note_sent = BucketConverter._note_sent  # pyright: ignore[reportPrivateUsage]
     signals = iter([signal.SIGTERM])
 
-    def lose_store(run: BucketRun, number: int, note: UnitNote) -> None:
+    def lose_store(run: BucketConverter, number: int, note: UnitNote) -> None:
         note_sent(run, number, note)
         # Reads and listings fail.
         site.store.failing_requests = "GET bucket"
         for number in signals:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(BucketRun, "_note_sent", lose_store)
+    monkeypatch.setattr(BucketConverter, "_note_sent", lose_store)
     site.capsys.readouterr()
     assert main([*words("save-init", home), "--out", "gs://bucket/out", "--progress", "none"]) == 75
     assert "are kept in gs://bucket/out" in site.capsys.readouterr().err
@@ -211,9 +211,9 @@ def test_notes_written_after_the_publication_are_deleted(
     site.store.failing_requests = "PUT bucket/out/hf/"
     assert not site.run_prep(*arguments)["ok"]
     site.store.failing_requests = "\0"
-    join = BucketRun.join
+    join = BucketConverter.join
 
-    def join_and_publish(run: BucketRun, *arguments: Any) -> bool:
+    def join_and_publish(run: BucketConverter, *arguments: Any) -> bool:
         is_needed = join(run, *arguments)
         for key in [key for key in site.store.objects if "/.prep/" in key]:
             del site.store.objects[key]
@@ -221,7 +221,7 @@ def test_notes_written_after_the_publication_are_deleted(
             site.store.store(f"bucket/out/{path}", data)
         return is_needed
 
-    monkeypatch.setattr(BucketRun, "join", join_and_publish)
+    monkeypatch.setattr(BucketConverter, "join", join_and_publish)
     assert site.run_prep(*arguments, "--processes", "2/1")["ok"]
     assert site.store.objects_below("bucket/out/") == expected
 
@@ -251,18 +251,18 @@ def test_source_that_was_swapped_for_a_time_is_compared(site: StoreSite, monkeyp
     make_checkpoint(Path("m"), vocab_size=4001, hidden_size=256, num_heads=4)
     make_other_values(Path("m"), Path("other"))
     arguments = ("save-init", "./m", *MESH, "--out", "gs://bucket/out")
-    note_sent = BucketRun._note_sent  # pyright: ignore[reportPrivateUsage]
+    note_sent = BucketConverter._note_sent  # pyright: ignore[reportPrivateUsage]
 
     def stop_after(count: int) -> None:
         notes = iter(range(count))
 
-        def note_some(run: BucketRun, number: int, note: UnitNote) -> None:
+        def note_some(run: BucketConverter, number: int, note: UnitNote) -> None:
             if next(notes, None) is None:
                 raise PrepError("stopped")
             note_sent(run, number, note)
 
         with monkeypatch.context() as patched:
-            patched.setattr(BucketRun, "_note_sent", note_some)
+            patched.setattr(BucketConverter, "_note_sent", note_some)
             assert site.run_prep(*arguments)["error"]["what"] == "stopped"
         # The kill came before other objects were sent.
         noted = b"".join(site.store.objects_below("bucket/out/.prep/done/").values())

@@ -14,7 +14,7 @@ import prepcli as prep
 from prepcli.core.errors import DamagedError
 from prepcli.engine.digest import TensorDigest
 from prepcli.engine.pipeline import PipelineUnit
-from prepcli.execution.bucket_run import BucketRun
+from prepcli.execution.bucket_converter import BucketConverter
 from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import NO_MANIFEST, encode_manifest, read_manifest, record_file
@@ -326,7 +326,7 @@ def test_refused_source_does_not_block_its_repair(
 def test_checked_units_are_claimed_one_by_one(monkeypatch: MonkeyPatch):
     monkeypatch.setattr(object_files, "OBJECT_NBYTES", 1 << 10)
     export_dense()
-    list_files, prepare = Bucket.list_files, BucketRun.prepare_unit
+    list_files, prepare = Bucket.list_files, BucketConverter.prepare_unit
     listed: list[str] = []
     claimed: list[int] = []
 
@@ -334,13 +334,13 @@ def test_checked_units_are_claimed_one_by_one(monkeypatch: MonkeyPatch):
         listed.append(bucket.name)
         return list_files(bucket)
 
-    def prepare_and_count(run: BucketRun, number: int) -> PipelineUnit:
+    def prepare_and_count(run: BucketConverter, number: int) -> PipelineUnit:
         claims = set(store.objects_below("bucket/out/.prep/claims/"))
         claimed.append(len(claims - set(store.objects_below("bucket/out/.prep/done/"))))
         return prepare(run, number)
 
     monkeypatch.setattr(Bucket, "list_files", list_and_count)
-    monkeypatch.setattr(BucketRun, "prepare_unit", prepare_and_count)
+    monkeypatch.setattr(BucketConverter, "prepare_unit", prepare_and_count)
     with use_objects(monkeypatch) as store:
         out = "gs://bucket/out"
         run_ok("save-init", "made", "--map", str(MAP), "--out", out, "--processes", "2/0")
@@ -503,6 +503,6 @@ def test_check_stays_within_the_memory_of_a_run(monkeypatch: MonkeyPatch):
         limits.append(memory_nbytes)
         check(source, streams, memory_nbytes, progress)
 
-    monkeypatch.setattr("prepcli.execution.run.check_before_reading", record)
+    monkeypatch.setattr("prepcli.execution.converter.check_before_reading", record)
     run_ok("save-init", "made", *DEQUANTIZE, "--memory", "32MiB", "--out", "out")
     assert limits == [32 << 20]

@@ -16,7 +16,7 @@ from prepcli.commands.cli.main import main
 from prepcli.core.observer import NullProgress
 from prepcli.engine import budget
 from prepcli.engine.pipeline import Pipeline
-from prepcli.execution import folder_run
+from prepcli.execution import folder_converter
 from prepcli.restore import digest_checks
 from tests.helpers.damage import tensor_byte_ranges
 from tests.helpers.faults import COMMANDS, FaultSources, run_until_killed
@@ -37,13 +37,13 @@ def lane_counts(sources: FaultSources, monkeypatch: pytest.MonkeyPatch) -> list[
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(NUM_LANES)))
     monkeypatch.setattr(budget, "MIN_LANE_NBYTES", 1)
     counts: list[int] = []
-    real = folder_run.run_pipelines
+    real = folder_converter.run_pipelines
 
     def run_pipelines(pipelines: Sequence[Pipeline]) -> None:
         counts.append(len(pipelines))
         real(pipelines)
 
-    for module in (folder_run, digest_checks):
+    for module in (folder_converter, digest_checks):
         monkeypatch.setattr(module, "run_pipelines", run_pipelines)
     return counts
 

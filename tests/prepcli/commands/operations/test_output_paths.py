@@ -13,7 +13,7 @@ from prepcli.commands.cli.main import main
 from prepcli.commands.operations.conversion import check_output_paths
 from prepcli.core.errors import PrepError, UsageError
 from prepcli.core.observer import NullProgress
-from prepcli.execution import folder_run
+from prepcli.execution import folder_converter
 from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.execution.hub_push import PushTarget, push_folder
 from prepcli.formats.manifest import MANIFEST_FILE
@@ -86,7 +86,7 @@ def test_foreign_output_is_never_replaced(capsys, tmp_path: Path, kind: str):
 def test_foreign_output_created_late_is_not_replaced(capsys, monkeypatch):
     make_checkpoint(Path("m"))
     assert main(["save-init", "./m", "--out", "whole", "-q"]) == 0
-    original = folder_run.finalize_folder
+    original = folder_converter.finalize_folder
 
     def finalize_and_create_output(*args: Any, **options: Any) -> None:
         original(*args, **options)
@@ -94,7 +94,7 @@ def test_foreign_output_created_late_is_not_replaced(capsys, monkeypatch):
         Path("out/thesis.tex").write_text("years of work")
 
     with monkeypatch.context() as patched:
-        patched.setattr(folder_run, "finalize_folder", finalize_and_create_output)
+        patched.setattr(folder_converter, "finalize_folder", finalize_and_create_output)
         assert main(["save-init", "./m", "--out", "out", "--overwrite", "-q"]) == 1
     assert "error: out exists and is something else" in capsys.readouterr().err
     assert read_files(Path("out")) == {"thesis.tex": b"years of work"}
@@ -131,7 +131,7 @@ def test_current_and_home_folders_are_never_replaced(capsys, monkeypatch, tmp_pa
 def test_loser_of_a_race_leaves_no_unfinished_output(capsys: Capture, monkeypatch: MonkeyPatch):
     make_checkpoint(Path("m"))
     winner = ("save-init", "./m", "--mesh", "1,2,1", "--out", "out")
-    check_free_space = folder_run.check_free_space
+    check_free_space = folder_converter.check_free_space
     commands = [winner]
 
     def publish_other(*arguments: Any) -> None:
@@ -140,7 +140,7 @@ def test_loser_of_a_race_leaves_no_unfinished_output(capsys: Capture, monkeypatc
         if commands:
             run_ok(*commands.pop())
 
-    monkeypatch.setattr(folder_run, "check_free_space", publish_other)
+    monkeypatch.setattr(folder_converter, "check_free_space", publish_other)
     assert main(["save-init", "./m", "--out", "out", "-q"]) == 1
     assert "out exists and is something else" in capsys.readouterr().err
     assert sorted(path.name for path in Path().iterdir()) == ["m", "out"]
@@ -152,11 +152,11 @@ def test_unfinished_output_stays_when_another_command_publishes(
 ):
     make_checkpoint(Path("m"))
     with monkeypatch.context() as patches:
-        patches.setattr(folder_run, "finalize_folder", fail)
+        patches.setattr(folder_converter, "finalize_folder", fail)
         assert main(["save-init", "./m", "--out", "out", "-q"]) == 1
     kept = read_files(Path("out.partial"))
     make_checkpoint(Path("other"))
-    is_done = folder_run.FolderRun.is_done
+    is_done = folder_converter.FolderConverter.is_done
     calls: list[object] = []
 
     def find_other(self: Any) -> bool:
@@ -166,7 +166,7 @@ def test_unfinished_output_stays_when_another_command_publishes(
             Path("elsewhere").rename("out")
         return is_done(self)
 
-    monkeypatch.setattr(folder_run.FolderRun, "is_done", find_other)
+    monkeypatch.setattr(folder_converter.FolderConverter, "is_done", find_other)
     assert main(["save-init", "./m", "--out", "out", "-q"]) == 1
     assert read_files(Path("out.partial")).keys() == kept.keys()
 
@@ -249,16 +249,16 @@ def test_hub_cache_converts_with_its_links():
 
 @pytest.mark.usefixtures("linked_model")
 def test_link_created_after_planning_is_rejected(monkeypatch: MonkeyPatch, capsys):
-    from prepcli.execution import folder_run
+    from prepcli.execution import folder_converter
 
-    original = folder_run.finalize_folder
+    original = folder_converter.finalize_folder
 
     def replace_file_by_link(*args: Any, **options: Any) -> None:
         Path("m/tokenizer_config.json").unlink()
         Path("m/tokenizer_config.json").symlink_to("../secret")
         original(*args, **options)
 
-    monkeypatch.setattr(folder_run, "finalize_folder", replace_file_by_link)
+    monkeypatch.setattr(folder_converter, "finalize_folder", replace_file_by_link)
     err = run_failing(capsys, 1, "pad-vocab", "./m", "--multiple", "8", "--out", "out")
     assert "tokenizer_config.json" in err
     assert not Path("out").exists()

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.execution.folder_run import FolderRun
-from prepcli.execution.run import ConversionRun
+from prepcli.execution.converter import Converter
+from prepcli.execution.folder_converter import FolderConverter
 from tests.helpers.fork_server import PREP, ForkedProcess, run_prep, start_prep, start_python
 from tests.helpers.killing import (
     COMMANDS,
@@ -161,17 +161,17 @@ def test_source_may_be_deleted_after_the_first_success(setup: KillSetup, monkeyp
     expected = setup.expected_files("export")
     shutil.copytree(setup.folder / "init", setup.folder / "deleted")
     monkeypatch.chdir(setup.folder)
-    check = ConversionRun._check_own_units  # pyright: ignore[reportPrivateUsage]
+    check = Converter._check_own_units  # pyright: ignore[reportPrivateUsage]
     words = ["export", "./deleted", "--out", "out", "--progress", "none", "--processes"]
 
-    def publish_and_delete(run: ConversionRun) -> None:
-        monkeypatch.setattr(ConversionRun, "_check_own_units", check)
+    def publish_and_delete(run: Converter) -> None:
+        monkeypatch.setattr(Converter, "_check_own_units", check)
         first = run_prep(*words, "2/0", cwd=setup.folder)
         assert first.returncode == 0, first.stderr
         shutil.rmtree(setup.folder / "deleted")
         check(run)
 
-    monkeypatch.setattr(ConversionRun, "_check_own_units", publish_and_delete)
+    monkeypatch.setattr(Converter, "_check_own_units", publish_and_delete)
     assert main([*words, "2/1"]) == 0
     files = read_files(setup.folder / "out")
     files.pop("prep-manifest.json")
@@ -239,14 +239,14 @@ def test_source_change_while_waiting_is_an_error(
 ):
     shutil.copytree(setup.folder / "model", setup.folder / "changing")
     monkeypatch.chdir(setup.folder)
-    publish = FolderRun.publish
+    publish = FolderConverter.publish
 
-    def change_and_publish(run: FolderRun) -> None:
+    def change_and_publish(run: FolderConverter) -> None:
         for path in Path("changing").glob("*.safetensors"):
             os.utime(path, ns=(0, 0))
         publish(run)
 
-    monkeypatch.setattr(FolderRun, "publish", change_and_publish)
+    monkeypatch.setattr(FolderConverter, "publish", change_and_publish)
     assert "changed while it was read" in run_failing(
         capsys, 1, "save-init", "./changing", "--out", "changed"
     )

@@ -21,9 +21,8 @@ from prepcli.engine import pipeline
 from prepcli.engine.budget import Budget
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import ConversionResult, Pipeline
-from prepcli.execution import finalize, folder_run
-from prepcli.execution import run as execution_run
-from prepcli.execution.run_store import decode_record, encode_record
+from prepcli.execution import converter, finalize, folder_converter
+from prepcli.execution.output import decode_record, encode_record
 from prepcli.planning import work_units
 from tests.helpers.damage import flip_bit, largest_file, tensor_byte_ranges
 from tests.helpers.faults import COMMANDS as PLAIN
@@ -145,7 +144,7 @@ def test_resume_clears_gaps_between_tensors(sources: FaultSources, monkeypatch):
 def test_resume_writes_only_the_damaged_tensors(sources: FaultSources, capsys, monkeypatch):
     total = sum(map(len, sources.expected(COMMANDS["pad-vocab"]).values()))
     with monkeypatch.context() as patched:
-        patched.setattr(folder_run, "finalize_folder", kill)
+        patched.setattr(folder_converter, "finalize_folder", kill)
         with pytest.raises(Killed):
             run("pad-vocab", "-q")
     path = max(Path("out.partial").glob("*.safetensors"), key=lambda path: path.stat().st_size)
@@ -162,9 +161,9 @@ def test_part_of_a_large_unit_is_continued(
     """The note of a part names the complete tensors of a unit, and the first bytes of the next one."""
     expected = sources.expected(COMMANDS["pad-vocab"])
     monkeypatch.setattr(work_units, "MIN_JOINED_NBYTES", 1 << 30)
-    monkeypatch.setattr(folder_run, "LARGE_UNIT_NBYTES", 1)
+    monkeypatch.setattr(folder_converter, "LARGE_UNIT_NBYTES", 1)
     # A tensor passes in several slabs.
-    monkeypatch.setattr(folder_run, "make_budget", lambda *_, **__: Budget(1 << 20, 4096, 4))
+    monkeypatch.setattr(folder_converter, "make_budget", lambda *_, **__: Budget(1 << 20, 4096, 4))
     partial = run_until_killed(monkeypatch, COMMANDS["pad-vocab"], syncs=5, folder="part")
     assert not list((partial / ".prep/done").iterdir())
     (note,) = (partial / ".prep/part").iterdir()
@@ -195,8 +194,8 @@ def test_part_of_a_wrong_read_is_written_again(
     """
     expected = sources.expected(COMMANDS[name])
     monkeypatch.setattr(work_units, "MIN_JOINED_NBYTES", 1 << 30)
-    monkeypatch.setattr(folder_run, "LARGE_UNIT_NBYTES", 1)
-    monkeypatch.setattr(folder_run, "make_budget", lambda *_, **__: Budget(1 << 20, 4096, 4))
+    monkeypatch.setattr(folder_converter, "LARGE_UNIT_NBYTES", 1)
+    monkeypatch.setattr(folder_converter, "make_budget", lambda *_, **__: Budget(1 << 20, 4096, 4))
     read_slab = Pipeline._read_slab  # pyright: ignore[reportPrivateUsage]
 
     def read_wrongly(pipeline: Pipeline, task: Any) -> None:
@@ -216,7 +215,7 @@ def test_part_of_a_wrong_read_is_written_again(
     (note,) = Path("out.partial/.prep/part").iterdir()
     assert json.loads(note.read_bytes())["prefix"]
     # Slabs of another size end at other bytes than the part.
-    monkeypatch.setattr(folder_run, "make_budget", lambda *_, **__: Budget(1 << 20, 12288, 4))
+    monkeypatch.setattr(folder_converter, "make_budget", lambda *_, **__: Budget(1 << 20, 12288, 4))
     assert run(name) == 0
     assert read_files(Path("out")) == expected
 
@@ -274,7 +273,7 @@ def test_durable_work_outlives_the_end_of_a_comparison(
     expected = sources.expected(COMMANDS["pad-vocab"])
     with monkeypatch.context() as patched:
         at_first_sync(patched, lambda: replace_by_copy(shard()))
-        patched.setattr(execution_run, "find_outdated", end)
+        patched.setattr(converter, "find_outdated", end)
         assert run("pad-vocab") == code
     assert list(Path("out.partial/.prep/done").iterdir())
     capsys.readouterr()
@@ -295,7 +294,7 @@ def test_resume_compares_a_source_with_restored_time(capsys, monkeypatch):
 def test_checksums_are_of_the_source_that_was_read_last(capsys, monkeypatch):
     """A block has the rows of a vocabulary and its padding. The rows change between two runs, the padding does not."""
     with monkeypatch.context() as patched:
-        patched.setattr(folder_run, "finalize_folder", kill)
+        patched.setattr(folder_converter, "finalize_folder", kill)
         with pytest.raises(Killed):
             run("save-init", "-q")
     for path in Path("model").glob("*.safetensors"):
@@ -341,14 +340,14 @@ def test_output_truncated_while_written_is_an_error(
 def test_output_change_while_publishing_is_an_error(
     sources: FaultSources, capsys, monkeypatch, step: str
 ):
-    expected, real_step = sources.expected(COMMANDS["save-init"]), getattr(folder_run, step)
+    expected, real_step = sources.expected(COMMANDS["save-init"]), getattr(folder_converter, step)
 
     def change(*args, **options) -> None:
         real_step(*args, **options)
         flip_bit(largest_file(Path("out.partial/d")), 10)
 
     with monkeypatch.context() as patched:
-        patched.setattr(folder_run, step, change)
+        patched.setattr(folder_converter, step, change)
         assert run("save-init") == 1
     assert "was changed by" in capsys.readouterr().err
     assert run("save-init") == 0
@@ -369,7 +368,7 @@ def test_compressed_chunks_are_read_back(sources: FaultSources, monkeypatch):
 
 def test_undisturbed_run_reads_the_source_once(sources: FaultSources, monkeypatch: MonkeyPatch):
     expected = sources.expected(COMMANDS["save-init"])
-    monkeypatch.setattr(execution_run, "find_outdated", kill)
+    monkeypatch.setattr(converter, "find_outdated", kill)
     assert run("save-init") == 0
     assert read_files(Path("out")) == expected
 
@@ -420,7 +419,7 @@ def test_notes_with_unknown_numbers_count_as_none(
 KILLED = """\
 import os, signal, sys
 from prepcli.commands.cli.main import main
-from prepcli.execution import folder_run, folder_store
+from prepcli.execution import folder_converter, folder_output
 {function} = lambda *_, **options: os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(main())
 """
@@ -437,7 +436,7 @@ def export_until(function: str) -> None:
     "words", [EXPORT, ("verify", "out"), ("save-init", "out", "--out", "other")]
 )
 def test_next_command_removes_work_folder_of_killed_run(words: tuple[str, ...]):
-    export_until("folder_store.remove_work_folder")
+    export_until("folder_output.remove_work_folder")
     assert Path("out/.prep").is_dir()
     run_ok(*words)
     assert not Path("out/.prep").exists()
@@ -445,7 +444,7 @@ def test_next_command_removes_work_folder_of_killed_run(words: tuple[str, ...]):
 
 
 def test_work_folder_of_unpublished_output_is_kept():
-    export_until("folder_store.FolderStore.publish")
+    export_until("folder_output.FolderOutput.publish")
     assert Path("out.partial/prep-manifest.json").is_file()
     run_ok("verify", "out.partial")
     assert Path("out.partial/.prep").is_dir()

@@ -17,7 +17,7 @@ import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
 from prepcli.engine import files
-from prepcli.execution.folder_store import FolderStore
+from prepcli.execution.folder_output import FolderOutput
 from prepcli.inspection.contents import read_contents
 from prepcli.sources.locate import locate
 from prepcli.sources.openers import orbax_item as item_opener
@@ -119,7 +119,7 @@ def test_unpublished_output_resumes(
 ):
     save(form, "whole")
     with monkeypatch.context() as patched:
-        patched.setattr(FolderStore, "publish", lose_power)
+        patched.setattr(FolderOutput, "publish", lose_power)
         assert main(["save-init", "./model", *MESH, *FORMS[form], "--out", "out", "-q"]) == 1
     if form == "ocdbt zstd":
         # The rest of a compressed output needs no space.

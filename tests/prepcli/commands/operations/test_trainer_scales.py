@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 import prepcli as prep
 from prepcli.core.errors import PrepError
-from prepcli.execution import folder_run
+from prepcli.execution import folder_converter
 from tests.helpers.damage import flip_bit, largest_file
 from tests.helpers.llama_trees import read_init
 from tests.helpers.manifests import changed_manifest
@@ -329,7 +329,7 @@ def test_killed_export_with_a_scale_resumes():
     """The notes have the digests of values before and after the scale."""
     tensors = make_checkpoint(Path("model"), ROUNDED, "bfloat16")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder_run, "finalize_folder", interrupt)
+        patch.setattr(folder_converter, "finalize_folder", interrupt)
         with pytest.raises(KeyboardInterrupt):
             prep.export("./model", "out", layout="maxtext")
     run_ok("export", "./model", "--layout", "maxtext", "--out", "out")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.execution import folder_store
+from prepcli.execution import folder_output
 from tests.helpers.faults import Killed
-from tests.prepcli.execution.test_folder_store import join_run, start_run
+from tests.prepcli.execution.test_folder_output import join_run, start_run
 
 
 @pytest.fixture
@@ -39,14 +39,14 @@ def test_join_recreates_a_folder_published_while_joining(
 
 
 def test_join_recreates_a_folder_removed_while_joining(out: Path, monkeypatch: pytest.MonkeyPatch):
-    real_open, times = folder_store.open_no_follow, iter(range(1))
+    real_open, times = folder_output.open_no_follow, iter(range(1))
 
     def vanishing(path: Path, flags: int) -> int:
         if next(times, None) is not None:
             shutil.rmtree(path.parent.parent)
         return real_open(path, flags)
 
-    monkeypatch.setattr(folder_store, "open_no_follow", vanishing)
+    monkeypatch.setattr(folder_output, "open_no_follow", vanishing)
     assert join_run(out).folder.exists()
 
 

@@ -1,10 +1,10 @@
-"""Where a run writes its output: the protocol of a folder and of an object store.
+"""An incomplete output: the protocol of a folder and of a bucket, and the notes about its durable parts.
 
 Any number of processes work on one output, on one or several hosts, and exchange no messages. They share the state of
-the run below `.prep/`:
+the conversion below `.prep/`:
 
-    run.json      identity of the run, written before other state except locks
-    source.json   inode and change time of the source's files when the run began. In a bucket also its session
+    run.json      identity of the conversion, written before other state except locks
+    source.json   inode and change time of the source's files when the conversion began. In a bucket also its session
     done/N        note of the complete unit N
     part/N        folder only: note of the durable part of a large unit N
     claims/N      the process that works on unit N
@@ -19,8 +19,8 @@ the run below `.prep/`:
 
 A note is a JSON object with a checksum of itself. A torn or damaged note counts as none: its unit is written again.
 A note is believed in the session in which it was written. In a folder, a session is a time in which processes run
-together: it ends when the last of them has ended, so the next run reads the bytes of earlier notes back. In a bucket, a
-session begins when the objects of an earlier output are deleted, and outlives its processes: notes name versions of
+together: it ends when the last of them has ended, so the next start reads the bytes of earlier notes back. In a bucket,
+a session begins when the objects of an earlier output are deleted, and outlives its processes: notes name versions of
 objects, which are compared before the publication.
 """
 
@@ -47,7 +47,7 @@ from prepcli.engine.digest import CHECKSUM_DTYPE, StreamDigest, record_digest
 from prepcli.planning.plan import Plan
 from prepcli.stores.byte_ranges import RemoteFile
 
-WORK_FOLDER = ".prep"  # the state of a run, in an output that is not complete
+WORK_FOLDER = ".prep"  # the state of a conversion, in an output that is not complete
 RUN_FILE = "run.json"
 SOURCE_FILE = "source.json"
 DONE_FOLDER = "done"
@@ -60,7 +60,7 @@ CHECKSUM_KEY = "checksum"  # key in each record, covers all other keys
 _NO_NUMBERS: ChecksumArray = np.empty(0, np.uint64)
 
 
-class Store(Protocol):
+class Output(Protocol):
     """The state and the name of one output.
 
     Names of state are relative to `.prep`, e.g. `done/7`.
@@ -72,27 +72,27 @@ class Store(Protocol):
         ...
 
     def join(self, identity: Mapping[str, object], source: JsonObject, *, restart: bool) -> None:
-        """Enter the run, and begin it if necessary.
+        """Enter the conversion, and begin it if necessary.
 
         One identity has the output until it is published: of two processes with different identities, at most one
         enters, at any interleaving.
 
         Args:
-            identity: Identity of the run. Runs with equal identities write equal bytes.
+            identity: Identity of the conversion. Conversions with equal identities write equal bytes.
             source: State of the source, recorded by the first process.
-            restart: Delete what an unfinished earlier run has written, unless its processes still run.
+            restart: Delete what an unfinished earlier conversion has written, unless its processes still run.
 
         Raises:
-            PrepError: Another run has durable bytes here, or running processes.
+            PrepError: Another conversion has durable bytes here, or running processes.
         """
         ...
 
     def leave(self) -> None:
-        """Leave the run. A killed process leaves it too."""
+        """Leave the conversion. A killed process leaves it too."""
         ...
 
     def is_published(self) -> bool:
-        """Return whether this run's output has its final name. Once true, it stays true.
+        """Return whether this conversion's output has its final name. Once true, it stays true.
 
         Raises:
             PrepError: The output can no longer be published.
@@ -137,17 +137,17 @@ def host_identity() -> str:
     return f"{name}_{boot_id}_{namespace.strip('pid:[]')}"
 
 
-def other_run_error(
-    name: str, earlier_identity: Mapping[str, object], run_identity: Mapping[str, object]
+def other_conversion_error(
+    name: str, earlier_identity: Mapping[str, object], identity: Mapping[str, object]
 ) -> PrepError:
-    """Return the error for an unfinished output of another run, given its folder or URL."""
-    is_same_request = earlier_identity.get("request") == run_identity.get("request")
-    if is_same_request and earlier_identity.get("source") != run_identity.get("source"):
+    """Return the error for an unfinished output of another conversion, given its folder or URL."""
+    is_same_request = earlier_identity.get("request") == identity.get("request")
+    if is_same_request and earlier_identity.get("source") != identity.get("source"):
         why = "the source has changed since: its files have other sizes, times or headers"
     elif is_same_request:
         why = "it was started by another version of prep"
     else:
-        why = f"it was started by `{earlier_identity.get('request')}`, this is `{run_identity.get('request')}`"
+        why = f"it was started by `{earlier_identity.get('request')}`, this is `{identity.get('request')}`"
     hint = text("{} deletes it", Option("restart", True))
     return PrepError(f"{name} belongs to another run", why, hint)
 
@@ -184,7 +184,7 @@ class UnitNote:
         """Return the content of the note.
 
         Args:
-            plan_digest: Digest of the plan. A process that still runs may note a unit in the state of a later run.
+            plan_digest: Digest of the plan. A process that still runs may note a unit of a later conversion.
         """
         known = np.stack([self.blocks.astype(CHECKSUM_DTYPE), self.sums.astype(CHECKSUM_DTYPE)])
         content: dict[str, object] = {
@@ -205,7 +205,7 @@ class UnitNote:
 
     @classmethod
     def decode(cls, data: bytes | None, plan_digest: str) -> UnitNote | None:
-        """Return the note, or None if it is missing, damaged, of another version or of another run."""
+        """Return the note, or None if it is missing, damaged, of another version or of another conversion."""
         try:
             content = decode_record(data or b"")
             prefix: StreamPrefix | None = None

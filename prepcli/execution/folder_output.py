@@ -1,11 +1,11 @@
-"""An output in a folder: `NAME.partial` next to its final name, with the state of the run in `.prep/`.
+"""An output in a folder: `NAME.partial` next to its final name, with the state of the conversion in `.prep/`.
 
-A process that joins the run, or that gives the output its name, holds the lock `door`. All processes of the run share
-the lock `lock`. The kernel releases the locks of a killed process.
+A process that joins the conversion, or that gives the output its name, holds the lock `door`. All processes of the
+conversion share the lock `lock`. The kernel releases the locks of a killed process.
 
-A session begins when a process joins while no other process is in the run. A note is believed only in the session in
-which it was written: after a power cut or a damage, notes may say more than the disk holds. The bytes of an older note
-are read back, and the note is renewed or its unit is written again.
+A session begins when a process joins while no other process is in the conversion. A note is believed only in the
+session in which it was written: after a power cut or a damage, notes may say more than the disk holds. The bytes of an
+older note are read back, and the note is renewed or its unit is written again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from prepcli.core.errors import RERUN_HINT, Option, OutputExistsError, PrepError, text, usage_error
 from prepcli.core.json_values import JsonObject, load_json
-from prepcli.execution.run_store import (
+from prepcli.execution.output import (
     CHECKSUM_KEY,
     CLAIMS_FOLDER,
     DONE_FOLDER,
@@ -33,7 +33,7 @@ from prepcli.execution.run_store import (
     Claim,
     decode_record,
     encode_record,
-    other_run_error,
+    other_conversion_error,
 )
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.stores.files import (
@@ -197,13 +197,13 @@ def _write_holder(fd: int) -> None:
     )
 
 
-LOCK_FILE = "lock"  # shared by all processes of the run
+LOCK_FILE = "lock"  # shared by all processes of the conversion
 JOIN_LOCK_FILE = "door"
 SESSION_FILE = "session"
 # Name of the replaced output, until the new one has its name.
 REPLACED_NAME = "replaced"
 RAW_FOLDER = "raw"  # raw chunks of the units in progress, if chunks are compressed
-# State of a run without written bytes
+# State of a conversion without written bytes
 RECORDS = {LOCK_FILE, JOIN_LOCK_FILE, SESSION_FILE, RUN_FILE, SOURCE_FILE}
 RECORDS |= {DONE_FOLDER, PART_FOLDER, CLAIMS_FOLDER, RAW_FOLDER}
 
@@ -211,16 +211,16 @@ PARTIAL_SUFFIX = ".partial"
 MAX_OUT_NAME_NBYTES = MAX_NAME_NBYTES - len(PARTIAL_SUFFIX)
 
 
-class FolderStore:
-    """A `Store` in a folder.
+class FolderOutput:
+    """An `Output` in a folder.
 
     Attributes:
         out: Final path of the output.
         folder: `NAME.partial`, next to `out`.
-        work: `NAME.partial/.prep`, the folder of the run's state.
+        work: `NAME.partial/.prep`, the folder of the conversion's state.
         session: Identifies the processes that run together.
         source_at_session: State of the source when the session began.
-        is_new: Whether this process has begun the run.
+        is_new: Whether this process has begun the conversion.
         is_first_session: Whether no earlier processes have written to the folder.
     """
 
@@ -257,7 +257,7 @@ class FolderStore:
     # Joining
 
     def join(self, identity: Mapping[str, object], source: JsonObject, *, restart: bool) -> None:
-        """Create or join the folder. See `Store.join`."""
+        """Create or join the folder. See `Output.join`."""
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.leave)
             try:
@@ -276,7 +276,7 @@ class FolderStore:
     def _enter(
         self, identity: Mapping[str, object], source: JsonObject, *, restart: bool, is_first: bool
     ) -> None:
-        """Begin or join the run. `is_first` says that no other process is in it. The lock `door` is held."""
+        """Begin or join the conversion. `is_first` says that no other process is in it. The lock `door` is held."""
         if is_first and (restart or self._is_replaceable(identity)):
             self._delete_earlier_run()
         earlier = self._read_identity()
@@ -284,7 +284,7 @@ class FolderStore:
             if not is_first:
                 why = f"another process works on it: {holder_of(self.work / LOCK_FILE)}"
                 raise PrepError(f"{self.folder} is locked", why, "wait until it ends")
-            raise other_run_error(str(self.folder), earlier, identity)
+            raise other_conversion_error(str(self.folder), earlier, identity)
         self.is_new = earlier is None
         if earlier is None:
             self.write(RUN_FILE, encode_record(identity))
@@ -324,7 +324,7 @@ class FolderStore:
         make_folder(self.work)
 
     def _is_replaceable(self, identity: Mapping[str, object]) -> bool:
-        """Return whether an earlier run is another one without durable bytes.
+        """Return whether an earlier conversion is another one without durable bytes.
 
         A refused source or an early kill leaves a folder without durable bytes.
         """
@@ -338,7 +338,7 @@ class FolderStore:
         )
 
     def _delete_earlier_run(self) -> None:
-        """Delete the state and the data files of an earlier run."""
+        """Delete the state and the data files of an earlier conversion."""
         self._restore_replaced()
         # The notes go first, and durably: a kill while the data files are removed must not leave a note that
         # says that their bytes are durable.
@@ -358,15 +358,15 @@ class FolderStore:
             replaced.rename(self.out)
 
     def leave(self) -> None:
-        """Release the lock of the run. This process no longer writes to the folder."""
+        """Release the lock of the conversion. This process no longer writes to the folder."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
     def discard(self) -> None:
-        """Leave the run, and remove its unneeded folder unless another process is in it.
+        """Leave the conversion, and remove its unneeded folder unless another process is in it.
 
-        A kill leaves a part of the folder, which the next run of the same command joins.
+        A kill leaves a part of the folder, which the next start of the same command joins.
         """
         self.leave()
         door = self.work / JOIN_LOCK_FILE
@@ -388,7 +388,7 @@ class FolderStore:
     # State
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a file of the run, or None if it does not exist."""
+        """Return the content of a file of the conversion, or None if it does not exist."""
         try:
             return read_no_follow(self.work / name)
         except FileNotFoundError:
@@ -397,7 +397,7 @@ class FolderStore:
             raise io_error(self.work / name, error) from error
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file of the run. A kill leaves the old or the new content."""
+        """Write a file of the conversion. A kill leaves the old or the new content."""
         # Not synced: a note that a power cut has torn counts as none, and the others are read back.
         path = self.work / name
         temporary = self.work / f".{secrets.token_hex(8)}"
@@ -411,7 +411,7 @@ class FolderStore:
             raise io_error(path, error) from error
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files of the run."""
+        """Delete files of the conversion."""
         for name in names:
             try:
                 (self.work / name).unlink(missing_ok=True)
@@ -419,7 +419,7 @@ class FolderStore:
                 raise io_error(self.work / name, error) from error
 
     def units_with(self, folder: str) -> set[int]:
-        """Return the numbers of the units with a file in a folder of the run."""
+        """Return the numbers of the units with a file in a folder of the conversion."""
         try:
             return {int(name) for name in os.listdir(self.work / folder) if name.isdecimal()}
         except FileNotFoundError:  # published
@@ -442,10 +442,10 @@ class FolderStore:
         return claim
 
     def _read_identity(self) -> JsonObject | None:
-        """Return the identity of the run, or None if there is none. Raise PrepError if it is damaged."""
+        """Return the identity of the conversion, or None if there is none. Raise PrepError if it is damaged."""
         with contextlib.suppress(ValueError):
             stored = load_json(self.read(RUN_FILE) or b"")
-            # Earlier versions wrote no checksum. Their run is another one.
+            # Earlier versions wrote no checksum. Their conversion is another one.
             if isinstance(stored, dict) and CHECKSUM_KEY not in stored:
                 return {**stored, CHECKSUM_KEY: ""}
         return self._read_record(RUN_FILE)
@@ -459,7 +459,7 @@ class FolderStore:
             raise _damaged_error(self.work / name, str(error)) from error
 
     def source_at_start(self) -> JsonObject:
-        """Return the state of the source when the run began."""
+        """Return the state of the source when the conversion began."""
         return self._read_record(SOURCE_FILE) or {}
 
     # Publication
@@ -499,10 +499,10 @@ class FolderStore:
         # name. What a kill leaves:
         #   before the first rename:  OUT (old) and OUT.partial (new, complete)
         #   between the two renames:  OUT.partial only, the old output in OUT.partial/.prep/replaced
-        #                             the next run publishes the new one, `--restart` restores the old
+        #                             the next start publishes the new one, `--restart` restores the old
         #   after the second rename:  OUT (new) with a work folder, which `remove_leftover` removes
         try:
-            # It is left from a run killed between the two renames.
+            # It is left from a conversion killed between the two renames.
             remove_path(replaced)
             # Durable before the rename: the name OUT never leads to files that a power cut could empty.
             self._sync_files()
@@ -547,7 +547,7 @@ def remove_work_folder(out: Path) -> None:
 def remove_leftover(out: Path) -> None:
     """Remove the work folder of a complete output after a kill, unless a process still uses it."""
     work = out / WORK_FOLDER
-    # NAME.partial has a manifest too, shortly before the rename. A resumed run needs its work folder.
+    # NAME.partial has a manifest too, shortly before the rename. A resumed conversion needs its work folder.
     is_output = (out / MANIFEST_FILE).is_file() and out.suffix != PARTIAL_SUFFIX
     if is_output and work.is_dir() and not work.is_symlink():
         is_in_use = False

@@ -1,8 +1,8 @@
-"""A run writes the output of a plan, together with its workers and with any number of other processes.
+"""A converter writes the output of a plan, together with its workers and with any number of other processes.
 
 Each process claims units without a note, writes them, and notes them once they are durable. It then waits for the units
 of other processes, and takes over the units of an ended process. After all units are noted, one process gets the claim
-`publish` and gives the output its name. `run_store` describes the shared state.
+`publish` and gives the output its name. `output` describes the shared state.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from prepcli.execution.data_checks import (
     touched_files,
 )
 from prepcli.execution.finalize import check_small_files
-from prepcli.execution.run_store import (
+from prepcli.execution.output import (
     DONE_FOLDER,
     PART_FOLDER,
     PUBLISH,
     Claim,
-    Store,
+    Output,
     UnitNote,
     host_identity,
 )
 from prepcli.execution.signals import note_durable_work
-from prepcli.execution.workers import RunOptions, WorkerPool
+from prepcli.execution.workers import ExecutionOptions, WorkerPool
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import chunk_extents, count_blocks
 from prepcli.planning.manifest_fields import Manifest
@@ -60,15 +60,15 @@ LOOK_S = 0.2
 LOOK_S_PER_PROCESS = 0.005
 
 
-class ConversionRun(ABC):
-    """A run of one process. Subclasses know how units become durable.
+class Converter(ABC):
+    """The part of one process in a conversion. Subclasses define how units become durable.
 
     Attributes:
         request: The plan and its options.
-        store: The state of the run.
+        output: The output, with the state of the conversion.
         units: All units of the plan.
         budget: How the memory is divided among buffers.
-        identity: Identity of the run, in the manifest. `run.json` has it with the number of units.
+        identity: Identity of the conversion, in the manifest. `run.json` has it with the number of units.
         session: Session of this process. A note of another one is checked before it is believed.
         notes: The believed notes, by unit.
         earlier_notes: The notes of other sessions, by unit.
@@ -80,7 +80,7 @@ class ConversionRun(ABC):
     def __init__(
         self,
         request: ExecutionRequest,
-        store: Store,
+        output: Output,
         units: Sequence[WorkUnit],
         budget: Budget,
         num_lanes: int = 1,
@@ -90,10 +90,10 @@ class ConversionRun(ABC):
         self.source = request.source
         self.pool = request.pool
         self.say = request.say
-        self.store = store
+        self.output = output
         self.units = units
         self.budget = budget
-        self.identity = make_run_identity(self.plan, request.plan_digest)
+        self.identity = make_identity(self.plan, request.plan_digest)
         self.session = ""
         self.notes: dict[int, UnitNote] = {}
         self.earlier_notes: dict[int, UnitNote] = {}
@@ -111,7 +111,7 @@ class ConversionRun(ABC):
         for lane in self.pool.share.split(num_lanes):
             self.lane_orders.append(order_units(units, count=lane.count, index=lane.index))
         self._claims: dict[int, Claim] = {}
-        # Files that are open during the run
+        # Files that are open during the conversion
         self.opened = ExitStack()
         self.checks_units = False
         self.has_begun = False
@@ -143,7 +143,7 @@ class ConversionRun(ABC):
                 if not self.result.already_done:
                     with note_durable_work(self._describe_durable):
                         self.pool.start()
-                        while not self.store.is_published():
+                        while not self.output.is_published():
                             self.write_all()
                             with self.claim_publication() as may_publish:
                                 if may_publish:
@@ -177,7 +177,7 @@ class ConversionRun(ABC):
             self.checks_units = bool(find_transformed(self.source, streams))
 
     def error_for_user(self, error: PrepError) -> PrepError:
-        """Return the error of a run as users see it."""
+        """Return the error of a conversion as users see it."""
         return error
 
     # What depends on the kind of output
@@ -196,10 +196,10 @@ class ConversionRun(ABC):
 
     @abstractmethod
     def join(self, identity: Mapping[str, object], source: JsonObject) -> bool:
-        """Join the run. Return False if the output was published meanwhile.
+        """Join the conversion. Return False if the output was published meanwhile.
 
         Args:
-            identity: Identity of the run. Processes of one run agree on the units.
+            identity: Identity of the conversion. Processes of one conversion agree on the units.
             source: State of the source when this process began.
         """
 
@@ -221,15 +221,15 @@ class ConversionRun(ABC):
 
     @abstractmethod
     def remove_leftovers(self) -> None:
-        """Remove the state of a run from a published output."""
+        """Remove the state of a conversion from a published output."""
 
     def close(self) -> None:
-        """Close the open files, release all claims, and leave the run."""
+        """Close the open files, release all claims, and leave the conversion."""
         self.opened.close()
         while self._claims:
             _, claim = self._claims.popitem()
             claim.__exit__(None, None, None)
-        self.store.leave()
+        self.output.leave()
 
     # Units
 
@@ -241,12 +241,12 @@ class ConversionRun(ABC):
         done_nbytes = self._durable_nbytes(self.notes.keys())
         if done_nbytes and not self.has_begun:
             sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
-            self.say(f"resuming {self.store.name}: {sizes} are durable")
+            self.say(f"resuming {self.output.name}: {sizes} are durable")
         self.pool.progress.begin(self.plan.command, total_nbytes, done_nbytes)
         self._shows_progress = True
         self.has_begun = True
         try:
-            while len(self.notes) < len(self.units) and not self.store.is_published():
+            while len(self.notes) < len(self.units) and not self.output.is_published():
                 units = self.claim_units()
                 first = next(units, None)
                 if first is None:
@@ -258,12 +258,12 @@ class ConversionRun(ABC):
         finally:
             self._shows_progress = False
             self.pool.progress.end()
-        if not self.store.is_published():
+        if not self.output.is_published():
             self._check_own_units()
 
     def look(self) -> None:
         """Read the notes of other processes."""
-        for number in self.store.units_with(DONE_FOLDER):
+        for number in self.output.units_with(DONE_FOLDER):
             if number in self.notes or number >= len(self.units):
                 continue
             note = self.read_note(DONE_FOLDER, number)
@@ -287,11 +287,11 @@ class ConversionRun(ABC):
 
     def find_noted(self) -> AbstractSet[int]:
         """Return the units with an existing note."""
-        return self.store.units_with(DONE_FOLDER)
+        return self.output.units_with(DONE_FOLDER)
 
     def read_note(self, folder: str, number: int) -> UnitNote | None:
-        """Return the note of a unit, or None if it is missing, damaged or of another run."""
-        return self.decode_note(number, self.store.read(f"{folder}/{number}"))
+        """Return the note of a unit, or None if it is missing, damaged or of another conversion."""
+        return self.decode_note(number, self.output.read(f"{folder}/{number}"))
 
     def decode_note(self, number: int, content: bytes | None) -> UnitNote | None:
         """Return the note of a unit from its content, or None if it is not a note of this unit."""
@@ -306,7 +306,7 @@ class ConversionRun(ABC):
 
     def claim(self, number: int) -> bool:
         """Claim a unit. Return False if another process has it."""
-        claim = self.store.claim(str(number))
+        claim = self.output.claim(str(number))
         if claim is None:
             return False
         self._claims[number] = claim
@@ -325,7 +325,7 @@ class ConversionRun(ABC):
             # removed after the publication, so that the missing note of a complete unit is never taken for an
             # unwritten unit.
             note = self.read_note(DONE_FOLDER, number)
-            if note is not None or self.store.is_published():
+            if note is not None or self.output.is_published():
                 self.release(number)
                 continue
             yield self.prepare_unit(number)
@@ -355,7 +355,7 @@ class ConversionRun(ABC):
         if note.prefix:
             nbytes += note.prefix.nbytes
         note = replace(note, nbytes=nbytes, source=self.source_digest)
-        self.store.write(f"{folder}/{number}", note.encode(self.request.plan_digest))
+        self.output.write(f"{folder}/{number}", note.encode(self.request.plan_digest))
         return note
 
     def add_result(self, result: ConversionResult) -> None:
@@ -395,11 +395,11 @@ class ConversionRun(ABC):
             self.check_source(digests, self.source_at_join)
         except PrepError as error:
             # The source may be deleted as soon as another process has published the output.
-            if self.store.is_published():
+            if self.output.is_published():
                 return
-            # After a signal, or if a file cannot be read, the next run compares the notes.
+            # After a signal, or if a file cannot be read, the next start compares the notes.
             if isinstance(error, SourceChangedError):
-                self.store.delete(f"{DONE_FOLDER}/{number}" for number in own)
+                self.output.delete(f"{DONE_FOLDER}/{number}" for number in own)
             raise
 
     def find_touched(
@@ -435,12 +435,12 @@ class ConversionRun(ABC):
     def claim_publication(self) -> Iterator[bool]:
         """Wait for the claim `publish`. Yield whether the output is complete, and no other process has published it."""
         claim: Claim | None = None
-        while claim is None and not self.store.is_published():
-            claim = self.store.claim(PUBLISH)
+        while claim is None and not self.output.is_published():
+            claim = self.output.claim(PUBLISH)
             if claim is None:
                 self._wait()
         with claim or nullcontext():
-            is_missing = not self.store.is_published()
+            is_missing = not self.output.is_published()
             if is_missing:
                 # A process that has found its source changed deletes its notes.
                 noted = self.find_noted()
@@ -449,22 +449,22 @@ class ConversionRun(ABC):
 
     def count_durable(self) -> int:
         """Return the number of durable bytes of the output."""
-        done = self.store.units_with(DONE_FOLDER)
+        done = self.output.units_with(DONE_FOLDER)
         return self._durable_nbytes({number for number in done if number < len(self.units)})
 
     def _describe_durable(self) -> str:
-        """Describe the durable part of the output, for the message of a stopped run, or empty if there is none."""
+        """Describe the durable part of the output, for the message of a stop. Empty if there is none."""
         done_nbytes = self.count_durable()
         if not done_nbytes:
             return ""
         total_nbytes = sum(unit.nbytes for unit in self.units)
         sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
-        return f"{sizes} are kept in {self.store.name}"
+        return f"{sizes} are kept in {self.output.name}"
 
     def _durable_nbytes(self, done: AbstractSet[int]) -> int:
         """Return the bytes of complete units, and of the durable parts of others."""
         nbytes = sum(self.units[number].nbytes for number in done)
-        for number in self.store.units_with(PART_FOLDER) - done:
+        for number in self.output.units_with(PART_FOLDER) - done:
             if part := self.read_note(PART_FOLDER, number):
                 nbytes += part.nbytes
         return nbytes
@@ -476,7 +476,7 @@ class ExecutionRequest:
 
     Attributes:
         plan: The plan of the whole output.
-        plan_digest: Digest of the plan. It identifies the run in notes and manifests.
+        plan_digest: Digest of the plan. It identifies the conversion in notes and manifests.
         source: The opened source of the plan.
         pool: The workers of this process, its share of the plan, its memory and its progress.
         options: How the output is written.
@@ -487,7 +487,7 @@ class ExecutionRequest:
     plan_digest: str
     source: Source
     pool: WorkerPool
-    options: RunOptions
+    options: ExecutionOptions
     say: Callable[[str], None]
 
 
@@ -496,8 +496,8 @@ def digest_plan(plan: Plan) -> str:
     return "xxh3:" + record_digest_of_pieces(piece.encode() for piece in iter_text(plan))
 
 
-def make_run_identity(plan: Plan, plan_digest: str) -> dict[str, object]:
-    """Return the identity of a run, given the digest of its plan. Runs with equal identities write equal bytes."""
+def make_identity(plan: Plan, plan_digest: str) -> dict[str, object]:
+    """Return the identity of an output, given the digest of its plan. Equal identities imply equal bytes."""
     source_digest = record_digest(encode_text(plan.source_files).encode())
     return {
         "request": plan.request,

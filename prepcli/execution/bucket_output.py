@@ -1,13 +1,13 @@
-"""State of a run below a URL of an object store, in objects `URL/.prep/...`. A run resumes from them on any machine.
+"""An output below a URL of an object store, with the state of its conversion in objects `URL/.prep/...`.
 
-In addition to the state in `run_store`:
+A conversion resumes from them on any machine. In addition to the state in `output`:
 
     source.json     is written after the objects of an earlier output are deleted, and names the session
     claims/N        the process that works on unit N
     alive/PROCESS   rewritten by a running process every ALIVE_RENEW_S seconds
 
-A session begins when the objects of an earlier output or run are deleted. Notes name versions of objects, compared
-before the publication. A note is therefore believed in the whole session.
+A session begins when the objects of an earlier output or conversion are deleted. Notes name versions of objects,
+compared before the publication. A note is therefore believed in the whole session.
 
 Object stores have conditional writes instead of locks. A claim is created by one of several processes. It ends when its
 process has ended: it has deleted its object below `alive`, has not rewritten it for ALIVE_STALE_S seconds, or is a
@@ -29,7 +29,7 @@ from pathlib import Path
 from prepcli.core.errors import RERUN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.json_values import JsonObject, load_json
 from prepcli.engine.digest import record_digest
-from prepcli.execution.run_store import (
+from prepcli.execution.output import (
     CLAIMS_FOLDER,
     DONE_FOLDER,
     RUN_FILE,
@@ -39,7 +39,7 @@ from prepcli.execution.run_store import (
     decode_record,
     encode_record,
     host_identity,
-    other_run_error,
+    other_conversion_error,
 )
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, decode_manifest
 from prepcli.formats.orbax import COMMIT_MARKER
@@ -56,14 +56,14 @@ from prepcli.stores.object_writes import (
 from prepcli.stores.paths import SMALL_NBYTES, read_all
 
 ALIVE_FOLDER = "alive"
-BEGIN = "begin"  # the claim of the process that begins the run
+BEGIN = "begin"  # the claim of the process that begins the conversion
 MAX_RECORD_NBYTES = 1 << 20
 MAX_NOTE_NBYTES = 64 << 20
 ALIVE_RENEW_S = 20.0
 ALIVE_STALE_S = 60.0
 LEAVE_S = 20.0  # for a request in flight while a process leaves
 LOOK_S = 0.5
-# Seconds until a process says that it waits for another one to begin the run
+# Seconds until a process says that it waits for another one to begin the conversion
 SILENT_S = 5.0
 NUM_THREADS = 32  # concurrent requests for small objects
 OTHER_ADDRESS_HINT = text(
@@ -71,12 +71,12 @@ OTHER_ADDRESS_HINT = text(
 )
 
 
-class BucketStore:
-    """A `Store` below a URL.
+class BucketOutput:
+    """An `Output` below a URL.
 
     Attributes:
         bucket: Client of the output's URL.
-        session: Identifies the run since its last beginning.
+        session: Identifies the conversion since its last beginning.
     """
 
     def __init__(self, bucket: Bucket, plan_digest: str, say: Callable[[str], object]) -> None:
@@ -123,7 +123,7 @@ class BucketStore:
         is_done: Callable[[], bool] = lambda: False,
         may_begin: bool = True,
     ) -> None:
-        """Join the run, and begin it unless `is_done` finds the output. See `Store.join`."""
+        """Join the conversion, and begin it unless `is_done` finds the output. See `Output.join`."""
         self._lock.acquire()
         self._write_alive()
         self._renewing = threading.Thread(target=self._renew_until_left, daemon=True)
@@ -135,7 +135,7 @@ class BucketStore:
                 self._wait_for_begin()
                 continue
             with claim:
-                # Another process may have begun the run since, and may even have published the output.
+                # Another process may have begun the conversion since, and may even have published the output.
                 if restart or not self._is_open(identity):
                     if is_done():
                         return
@@ -143,7 +143,7 @@ class BucketStore:
                 restart = False
 
     def _wait_for_begin(self) -> None:
-        """Wait a moment for the process that begins the run, and look whether it still runs."""
+        """Wait a moment for the process that begins the conversion, and look whether it still runs."""
         self._waited_s += LOOK_S
         if self._waited_s > SILENT_S and not self._has_said_waiting:
             process = "another process" if self._state.has_conditions else "process 0"
@@ -153,7 +153,7 @@ class BucketStore:
         self._is_alive(self._owners.get(BEGIN, ""))
 
     def _is_open(self, identity: Mapping[str, object]) -> bool:
-        """Return whether processes of this run may write. Read its session."""
+        """Return whether processes of this conversion may write. Read its session."""
         record = self._read_record(SOURCE_FILE)
         match record:
             case {"run": dict(run), "session": str(session), "source": dict(source)} if (
@@ -165,16 +165,16 @@ class BucketStore:
         return False
 
     def _begin(self, identity: Mapping[str, object], source: JsonObject, *, restart: bool) -> None:
-        """Delete all objects of an earlier output or run, and record this run.
+        """Delete all objects of an earlier output or conversion, and record this conversion.
 
         Raises:
-            PrepError: Data objects of an unfinished run with another plan are there, and `restart` is not set.
+            PrepError: Data objects of an unfinished conversion with another plan are there, and `restart` is not set.
         """
         earlier = self._read_record(RUN_FILE)
         files = self.bucket.list_files()
         has_manifest = any(file.path == MANIFEST_FILE for file in files)
-        # A refused source or an early kill leaves a run without data objects and notes. Its objects are deleted without
-        # a request of the user.
+        # A refused source or an early kill leaves a conversion without data objects and notes. Its objects are deleted
+        # without a request of the user.
         records = [f"{WORK_FOLDER}/{name}" for name in (RUN_FILE, SOURCE_FILE)]
         folders = (f"{WORK_FOLDER}/{CLAIMS_FOLDER}/", f"{WORK_FOLDER}/{ALIVE_FOLDER}/")
         has_records_only = all(
@@ -182,13 +182,13 @@ class BucketStore:
         )
         is_replaceable = has_manifest or restart or has_records_only
         if earlier is not None and earlier != identity and not is_replaceable:
-            raise other_run_error(self.name, earlier, identity)
+            raise other_conversion_error(self.name, earlier, identity)
         # The order of requests, and what a kill between two of them leaves:
-        #   1. delete source    no process of an earlier run joins any more
+        #   1. delete source    no process of an earlier conversion joins any more
         #   2. write run        the objects are known to be of prep, even without a manifest
         #   3. delete markers   the URL holds no complete output from here on
         #   4. delete objects   the next process begins again: `source` is missing
-        #   5. write source     from here on, objects are of this run
+        #   5. write source     from here on, objects are of this conversion
         self._state.delete(SOURCE_FILE)
         self._write_record(RUN_FILE, identity)
         kept = [f"{WORK_FOLDER}/{RUN_FILE}", f"{WORK_FOLDER}/{CLAIMS_FOLDER}/{BEGIN}"]
@@ -206,11 +206,11 @@ class BucketStore:
         )
 
     def source_at_start(self) -> JsonObject:
-        """Return the state of the source when the run began."""
+        """Return the state of the source when the conversion began."""
         return self._source
 
     def check_same_run(self) -> None:
-        """Raise PrepError unless the objects still belong to this run."""
+        """Raise PrepError unless the objects still belong to this conversion."""
         record = self._read_record(SOURCE_FILE)
         if record is None or record.get("session") != self.session:
             why = "another command has deleted the objects of this one"
@@ -222,7 +222,7 @@ class BucketStore:
         self.check_same_run()
 
     def leave(self) -> None:
-        """Leave the run. All claims of this process end."""
+        """Leave the conversion. All claims of this process end."""
         if not self._left.is_set():
             self._left.set()
             # A renewal in flight would write the object again after its deletion.
@@ -238,7 +238,7 @@ class BucketStore:
             self._lock.release(is_over=is_over, is_kept=has_peers)
 
     def _has_peers(self) -> bool:
-        """Return whether other processes may be in the run."""
+        """Return whether other processes may be in the conversion."""
         self.list_state()
         # A store may list a deleted object for a time.
         self._seen.pop(self._process, None)
@@ -369,7 +369,7 @@ class BucketStore:
     # Publication
 
     def is_published(self) -> bool:
-        """Return whether the output of this run is published."""
+        """Return whether the output of this conversion is published."""
         if not self._is_published:
             file = self.bucket.find_file(MANIFEST_FILE)
             if file is not None:

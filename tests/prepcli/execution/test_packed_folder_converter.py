@@ -22,11 +22,11 @@ from prepcli.engine.budget import MAX_BUFFERS
 from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import PipelineUnit
-from prepcli.execution import folder_run, packed_folder_run
-from prepcli.execution.folder_run import FolderRun
-from prepcli.execution.folder_store import FolderStore
-from prepcli.execution.packed_folder_run import PackedFolderRun, RawFiles
-from prepcli.execution.run_store import UnitNote
+from prepcli.execution import folder_converter, packed_folder_converter
+from prepcli.execution.folder_converter import FolderConverter
+from prepcli.execution.folder_output import FolderOutput
+from prepcli.execution.output import UnitNote
+from prepcli.execution.packed_folder_converter import PackedFolderConverter, RawFiles
 from prepcli.planning.slabs import PAGE
 from tests.helpers.faults import FaultSources, Killed, kill, make_sources, run_until_killed
 from tests.helpers.killing import read_files
@@ -123,7 +123,7 @@ def test_part_of_a_large_unit_is_continued(
     damage: Callable[[Path], object] | None,
 ):
     expected = sources.expected(COMMAND)
-    monkeypatch.setattr(folder_run, "LARGE_UNIT_NBYTES", 0)
+    monkeypatch.setattr(folder_converter, "LARGE_UNIT_NBYTES", 0)
     monkeypatch.setattr("prepcli.engine.budget.MAX_SLAB_NBYTES", 4096)
     partial = run_until_killed(monkeypatch, COMMAND, syncs=3, folder="part")
     if damage:
@@ -136,7 +136,7 @@ def test_part_of_a_large_unit_is_continued(
 def test_part_is_deleted_before_its_raw_file(
     sources: FaultSources, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(folder_run, "LARGE_UNIT_NBYTES", 0)
+    monkeypatch.setattr(folder_converter, "LARGE_UNIT_NBYTES", 0)
     monkeypatch.setattr("prepcli.engine.budget.MAX_SLAB_NBYTES", 4096)
     monkeypatch.setattr("prepcli.engine.pipeline.MOST_UNSYNCED_NBYTES", 10_000)
     real_remove = RawFiles.remove_file
@@ -177,7 +177,7 @@ def test_full_disk_ends_and_resumes(
     call: int,
 ):
     expected = sources.expected(COMMAND)
-    real_allocate, calls = packed_folder_run.allocate, iter(range(call))
+    real_allocate, calls = packed_folder_converter.allocate, iter(range(call))
 
     def allocate(fd: int, nbytes: int) -> None:
         if next(calls, None) is None:
@@ -185,7 +185,7 @@ def test_full_disk_ends_and_resumes(
         real_allocate(fd, nbytes)
 
     with monkeypatch.context() as patched:
-        patched.setattr(packed_folder_run, "allocate", allocate)
+        patched.setattr(packed_folder_converter, "allocate", allocate)
         assert run(COMMAND) == 1
     assert "the disk that holds out is full" in capsys.readouterr().err
     assert run(COMMAND) == 0
@@ -199,19 +199,19 @@ def test_claims_are_few_while_a_sync_is_slow(
     expected = sources.expected(command)
     monkeypatch.setattr("prepcli.planning.work_units.MIN_JOINED_NBYTES", 1)
     monkeypatch.setattr("prepcli.engine.pipeline.MAX_UNSYNCED_UNITS", 2)
-    real_sync, real_claim, counts = Files.sync, FolderRun.claim, list[int]()
+    real_sync, real_claim, counts = Files.sync, FolderConverter.claim, list[int]()
 
     def sync(self: Files) -> None:
         time.sleep(0.1)
         real_sync(self)
 
-    def claim(self: FolderRun, number: int) -> bool:
+    def claim(self: FolderConverter, number: int) -> bool:
         counts.append(len(self._claims))
         return real_claim(self, number)
 
     with monkeypatch.context() as patched:
         patched.setattr(Files, "sync", sync)
-        patched.setattr(FolderRun, "claim", claim)
+        patched.setattr(FolderConverter, "claim", claim)
         assert run(command) == 0
     # Two in each of two points, and those of the slabs in the buffers
     assert max(counts) <= 2 * 2 + MAX_BUFFERS + 2 < len(counts)
@@ -228,9 +228,9 @@ def test_files_of_a_failed_sync_have_no_note(
 ):
     """A sync may fail at the end of a point, after an interval, or while a unit is compressed."""
     expected = sources.expected(COMMAND)
-    real_sync, failed = packed_folder_run.sync_paths, set[Path]()
+    real_sync, failed = packed_folder_converter.sync_paths, set[Path]()
     noted: set[str] = set()
-    real_note = PackedFolderRun.note_unit
+    real_note = PackedFolderConverter.note_unit
 
     def sync_paths(paths: list[Path]) -> None:
         # The system reports a failed write only once.
@@ -239,17 +239,17 @@ def test_files_of_a_failed_sync_have_no_note(
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(paths[0]))
         real_sync(paths)
 
-    def note_unit(self: PackedFolderRun, number: int, note: UnitNote) -> None:
+    def note_unit(self: PackedFolderConverter, number: int, note: UnitNote) -> None:
         for file, lengths in note.lengths.items():
             noted.update(path.name for path, _ in self._stored_files(file, lengths))
         real_note(self, number, note)
 
     with monkeypatch.context() as patched:
         patched.setattr("prepcli.engine.pipeline.MOST_UNSYNCED_NBYTES", 10_000)
-        patched.setattr(packed_folder_run, "sync_paths", sync_paths)
-        patched.setattr(PackedFolderRun, "note_unit", note_unit)
+        patched.setattr(packed_folder_converter, "sync_paths", sync_paths)
+        patched.setattr(PackedFolderConverter, "note_unit", note_unit)
         if constant:
-            patched.setattr(packed_folder_run, constant, 0.0 if "INTERVAL" in constant else 1)
+            patched.setattr(packed_folder_converter, constant, 0.0 if "INTERVAL" in constant else 1)
         assert run(COMMAND) == 1
     assert "cannot read or write" in capsys.readouterr().err
     assert failed
@@ -262,7 +262,7 @@ def test_interrupted_run_does_not_wait_for_a_slow_unit(
     sources: FaultSources, monkeypatch: pytest.MonkeyPatch
 ):
     expected = sources.expected(COMMAND)
-    monkeypatch.setattr(packed_folder_run, "STOP_S", 0.0)
+    monkeypatch.setattr(packed_folder_converter, "STOP_S", 0.0)
     real_read, calls = RawFiles.read_at, []
 
     def read_at(self: RawFiles, file: int, offset: int, into) -> None:
@@ -300,7 +300,7 @@ def test_disk_needs_room_for_the_output_and_a_raw_unit(
         real_init(self, paths, raw_sizes)
 
     monkeypatch.setattr(RawFiles, "__init__", init)
-    monkeypatch.setattr(packed_folder_run, "MOST_UNSYNCED_NBYTES", 0)
+    monkeypatch.setattr(packed_folder_converter, "MOST_UNSYNCED_NBYTES", 0)
     assert run(COMMAND) == 0
     shutil.rmtree("out")
     needed = sum(sizes) + max(sizes)
@@ -317,13 +317,13 @@ def test_output_changed_before_the_publication_is_an_error(
 ):
     expected = sources.expected(COMMAND)
 
-    def truncate(self: PackedFolderRun, digests: Mapping[int, StreamDigest]) -> None:
+    def truncate(self: PackedFolderConverter, digests: Mapping[int, StreamDigest]) -> None:
         truncate_file(output_files(Path("out.partial"))[0])
         real_check(self, digests)
 
-    real_check = PackedFolderRun.check_data
+    real_check = PackedFolderConverter.check_data
     with monkeypatch.context() as patched:
-        patched.setattr(PackedFolderRun, "check_data", truncate)
+        patched.setattr(PackedFolderConverter, "check_data", truncate)
         assert run(COMMAND) == 1
     assert "was changed by another program" in capsys.readouterr().err
     assert run(COMMAND) == 0
@@ -335,7 +335,7 @@ def test_note_without_the_lengths_of_its_unit_is_ignored(
 ):
     expected = sources.expected(COMMAND)
     with monkeypatch.context() as patched:
-        patched.setattr(FolderStore, "publish", kill)
+        patched.setattr(FolderOutput, "publish", kill)
         with pytest.raises(Killed):
             run(COMMAND)
     done = Path("out.partial/.prep/done")
@@ -356,24 +356,24 @@ def test_part_of_another_source_is_written_again(
     sources: FaultSources, monkeypatch: pytest.MonkeyPatch
 ):
     expected = sources.expected(COMMAND)
-    monkeypatch.setattr(folder_run, "LARGE_UNIT_NBYTES", 0)
+    monkeypatch.setattr(folder_converter, "LARGE_UNIT_NBYTES", 0)
     monkeypatch.setattr("prepcli.engine.budget.MAX_SLAB_NBYTES", 4096)
     run_until_killed(monkeypatch, COMMAND, syncs=3, folder="part")
-    real_prepare, parts = FolderRun.prepare_unit, list[int]()
+    real_prepare, parts = FolderConverter.prepare_unit, list[int]()
 
-    def prepare_unit(self: FolderRun, number: int) -> PipelineUnit:
+    def prepare_unit(self: FolderConverter, number: int) -> PipelineUnit:
         part = self.read_note("part", number)
         # As a process of this session leaves it that has found its source changed, and has deleted its notes
         if part and not parts:
             note = replace(part, source="other")
-            self.store.write(f"part/{number}", note.encode(self.request.plan_digest))
+            self.output.write(f"part/{number}", note.encode(self.request.plan_digest))
             raw = self.files[number]
             raw.write_bytes(bytes(raw.stat().st_size))
             parts.append(number)
         return real_prepare(self, number)
 
     with monkeypatch.context() as patched:
-        patched.setattr(FolderRun, "prepare_unit", prepare_unit)
+        patched.setattr(FolderConverter, "prepare_unit", prepare_unit)
         assert run(COMMAND) == 0
     assert parts
     assert read_files(Path("out")) == expected
@@ -398,19 +398,19 @@ def test_full_disk_keeps_the_units_before(
     sources: FaultSources, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     expected = sources.expected(COMMAND)
-    real_write = PackedFolderRun._write_file  # pyright: ignore[reportPrivateUsage]
+    real_write = PackedFolderConverter._write_file  # pyright: ignore[reportPrivateUsage]
     seen: list[int] = []
 
-    def write(self: PackedFolderRun, file: int, *args: Any) -> list[int]:
+    def write(self: PackedFolderConverter, file: int, *args: Any) -> list[int]:
         seen.append(file)
         if len(seen) == 3:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real_write(self, file, *args)
 
-    monkeypatch.setattr(PackedFolderRun, "_write_file", write)
+    monkeypatch.setattr(PackedFolderConverter, "_write_file", write)
     assert run(COMMAND) == 1
     assert "full" in capsys.readouterr().err
     assert len(list(Path("out.partial/.prep/done").iterdir())) == 2
-    monkeypatch.setattr(PackedFolderRun, "_write_file", real_write)
+    monkeypatch.setattr(PackedFolderConverter, "_write_file", real_write)
     assert run(COMMAND) == 0
     assert read_files(Path("out")) == expected

@@ -14,9 +14,9 @@ import pytest
 
 from prepcli.core.errors import PrepError
 from prepcli.engine.digest import record_digest
-from prepcli.execution import bucket_store
-from prepcli.execution.bucket_store import (
-    BucketStore,
+from prepcli.execution import bucket_output
+from prepcli.execution.bucket_output import (
+    BucketOutput,
     check_stored_output,
     has_intact_files,
     stored_manifest,
@@ -36,8 +36,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
         yield served
 
 
-def join_run(plan: str = "a", *, restart: bool = False) -> BucketStore:
-    run = BucketStore(Bucket(parse_url("gs://bucket/out")), plan, lambda text: None)
+def join_run(plan: str = "a", *, restart: bool = False) -> BucketOutput:
+    run = BucketOutput(Bucket(parse_url("gs://bucket/out")), plan, lambda text: None)
     try:
         run.join({**IDENTITY, "plan": plan}, {"files": []}, restart=restart)
     except BaseException:
@@ -46,7 +46,7 @@ def join_run(plan: str = "a", *, restart: bool = False) -> BucketStore:
     return run
 
 
-def start_join(run: BucketStore, *, may_begin: bool = True) -> threading.Thread:
+def start_join(run: BucketOutput, *, may_begin: bool = True) -> threading.Thread:
     """Join a run in a thread."""
     identity = {**IDENTITY, "plan": "a"}
     join = partial(run.join, identity, {"files": []}, restart=False, may_begin=may_begin)
@@ -122,7 +122,7 @@ def test_a_lock_lasts_as_long_as_one_of_its_processes(store: FakeObjectStore):
 
 def test_the_next_process_begins_after_a_failure_of_the_first(store: FakeObjectStore):
     other_host_claims(store, "begin")
-    run = BucketStore(Bucket(parse_url("gs://bucket/out")), "a", lambda text: None)
+    run = BucketOutput(Bucket(parse_url("gs://bucket/out")), "a", lambda text: None)
     thread = start_join(run)
     wait_until(lambda: "HEAD bucket/out/.prep/alive/aa_1_elsewhere" in store.requests)
     # The process fails, and takes its claim back.
@@ -131,7 +131,7 @@ def test_the_next_process_begins_after_a_failure_of_the_first(store: FakeObjectS
     started_s = time.monotonic()
     thread.join(MAX_S)
     assert run.session
-    assert time.monotonic() - started_s < bucket_store.ALIVE_STALE_S / 2
+    assert time.monotonic() - started_s < bucket_output.ALIVE_STALE_S / 2
     run.leave()
 
 
@@ -139,10 +139,10 @@ def test_a_process_says_that_it_waits_for_the_first(
     store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
 ):
     """Without conditional writes only process 0 begins a run."""
-    monkeypatch.setattr(bucket_store, "SILENT_S", 0.0)
+    monkeypatch.setattr(bucket_output, "SILENT_S", 0.0)
     store.has_conditions = False
     notes: list[str] = []
-    second = BucketStore(Bucket(parse_url("gs://bucket/out")), "a", notes.append)
+    second = BucketOutput(Bucket(parse_url("gs://bucket/out")), "a", notes.append)
     thread = start_join(second, may_begin=False)
     wait_until(lambda: any("waiting for process 0" in note for note in notes))
     first = join_run()
@@ -153,7 +153,7 @@ def test_a_process_says_that_it_waits_for_the_first(
 def test_nothing_is_renewed_after_a_process_has_left(
     store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(bucket_store, "ALIVE_RENEW_S", 0.01)
+    monkeypatch.setattr(bucket_output, "ALIVE_RENEW_S", 0.01)
     write, begun, ended = Bucket.write_pieces, threading.Event(), threading.Event()
     main_thread = threading.current_thread()
 
@@ -214,7 +214,7 @@ def test_a_claim_ends_when_it_is_not_renewed(
     run = join_run()
     other_host_claims(store)
     assert run.claim("0") is None
-    monkeypatch.setattr(bucket_store, "ALIVE_STALE_S", 0.2)
+    monkeypatch.setattr(bucket_output, "ALIVE_STALE_S", 0.2)
     store.store("bucket/out/.prep/alive/aa_1_elsewhere", b"2")
     run.list_state()
     assert run.claim("0") is None
@@ -297,7 +297,7 @@ def test_damaged_output_is_not_already_done(stored: bytes | None, monkeypatch: p
 def test_large_file_is_compared_by_its_size(
     stored: bytes, is_intact: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(bucket_store, "SMALL_NBYTES", 0)
+    monkeypatch.setattr(bucket_output, "SMALL_NBYTES", 0)
     objects = {
         "bucket/out/prep-manifest.json": manifest_of("mine", {"tokenizer.json": b"{}"}),
         "bucket/out/tokenizer.json": stored,

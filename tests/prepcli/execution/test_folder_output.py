@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from prepcli.core.errors import USAGE, PrepError
-from prepcli.execution.folder_store import (
+from prepcli.execution.folder_output import (
     JOIN_LOCK_FILE,
     LOCK_FILE,
     SESSION_FILE,
-    FolderStore,
+    FolderOutput,
     remove_work_folder,
 )
-from prepcli.execution.run_store import RUN_FILE, SOURCE_FILE, WORK_FOLDER
+from prepcli.execution.output import RUN_FILE, SOURCE_FILE, WORK_FOLDER
 
 RUN: dict[str, object] = {"request": "prep x", "source": "a", "plan": "b", "prep": "1"}
 
@@ -27,13 +27,13 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def join_run(out: Path, run: dict[str, object] = RUN, restart: bool = False) -> FolderStore:
-    store = FolderStore(out)
+def join_run(out: Path, run: dict[str, object] = RUN, restart: bool = False) -> FolderOutput:
+    store = FolderOutput(out)
     store.join(run, {"files": []}, restart=restart)
     return store
 
 
-def start_run(out: Path, text: str = "new") -> FolderStore:
+def start_run(out: Path, text: str = "new") -> FolderOutput:
     """Return a store of a run with files and a note."""
     store = join_run(out)
     (store.folder / "d").mkdir(exist_ok=True)
@@ -220,7 +220,7 @@ def test_join_names_an_unwritable_path(out: Path):
 @pytest.mark.parametrize("name", [".", "..", "/", "folder/.."])
 def test_store_rejects_an_output_without_a_name(name: str):
     with pytest.raises(PrepError, match="is invalid") as caught:
-        FolderStore(Path(name))
+        FolderOutput(Path(name))
     assert caught.value.code == USAGE
 
 
@@ -292,7 +292,7 @@ class Killed(BaseException):
     """Simulated signal."""
 
 
-def publish_until(store: FolderStore, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+def publish_until(store: FolderOutput, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """Publish, and stop before the old output is moved, the folder is renamed, or the work folder is removed."""
     real_rename = Path.rename
 
@@ -429,7 +429,7 @@ def test_remove_work_folder_accepts_a_missing_output(out: Path):
 def test_store_names_the_path_of_a_system_error(
     out: Path,
     monkeypatch: pytest.MonkeyPatch,
-    call: Callable[[FolderStore], object],
+    call: Callable[[FolderOutput], object],
     target: object,
     name: str,
     number: int,

@@ -1,4 +1,4 @@
-"""A run in a folder: units are written at offsets of data files that many units share."""
+"""Convert to a folder: units are written at offsets of data files that many units share."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import Files, RunReader
 from prepcli.engine.pipeline import Pipeline, PipelineUnit, run_pipelines
+from prepcli.execution.converter import Converter, ExecutionRequest
 from prepcli.execution.data_checks import (
     check_data_files,
     check_unchanged,
@@ -34,9 +35,8 @@ from prepcli.execution.data_checks import (
     zero_gaps,
 )
 from prepcli.execution.finalize import CompressedChunks, finalize_folder
-from prepcli.execution.folder_store import PARTIAL_SUFFIX, FolderStore, remove_work_folder
-from prepcli.execution.run import ConversionRun, ExecutionRequest
-from prepcli.execution.run_store import (
+from prepcli.execution.folder_output import PARTIAL_SUFFIX, FolderOutput, remove_work_folder
+from prepcli.execution.output import (
     DONE_FOLDER,
     PART_FOLDER,
     UnitNote,
@@ -66,7 +66,7 @@ CHECKED_NBYTES = 1 << 30
 MAX_CHECKED = 64
 
 
-class FolderRun(ConversionRun):
+class FolderConverter(Converter):
     """Writes the output of a plan to a folder.
 
     Attributes:
@@ -92,8 +92,8 @@ class FolderRun(ConversionRun):
             encoder_nbytes: Memory of the compression.
         """
         plan = request.plan
-        # The matrices of a low-rank update and the pieces of new tokens stay in memory during the
-        # run, in addition to the buffers.
+        # The matrices of a low-rank update and the pieces of new tokens stay in memory until the end, in addition to
+        # the buffers.
         kept_nbytes = max((stream.kept_nbytes for stream in plan.streams), default=0)
         kept_nbytes += encoder_nbytes
         buffer_nbytes = min_buffer_nbytes(plan.streams)
@@ -112,11 +112,11 @@ class FolderRun(ConversionRun):
         budget = make_budget(
             request.pool.memory_nbytes // num_lanes, buffer_nbytes, kept_nbytes=kept_nbytes
         )
-        self.folder_store = FolderStore(out)
+        self.folder_output = FolderOutput(out)
         all_units = units or find_folder_units(plan)
-        super().__init__(request, self.folder_store, all_units, budget, num_lanes)
+        super().__init__(request, self.folder_output, all_units, budget, num_lanes)
         self.out = out
-        folder = self.folder_store.folder / plan.item
+        folder = self.folder_output.folder / plan.item
         self.files = [folder / file.path for file in plan.files]
         self.extents = chunk_extents(plan.leaves)
         self.sums: ChecksumArray = np.zeros(self.num_blocks, np.uint64)
@@ -126,7 +126,7 @@ class FolderRun(ConversionRun):
         self._manifest: Manifest | None = None
 
     def error_for_user(self, error: PrepError) -> PrepError:
-        """Name the output in the error of a full disk. See `ConversionRun.error_for_user`."""
+        """Name the output in the error of a full disk. See `Converter.error_for_user`."""
         # A user knows the output, but not its data files. These are on one disk.
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -134,7 +134,7 @@ class FolderRun(ConversionRun):
         return error
 
     def is_done(self) -> bool:
-        """Return whether the requested output exists. See `ConversionRun.is_done`."""
+        """Return whether the requested output exists. See `Converter.is_done`."""
         if not os.path.lexists(self.out):
             return False
         _check_replaceable(self.out)
@@ -169,28 +169,28 @@ class FolderRun(ConversionRun):
         raise OutputExistsError(f"{self.out} exists and is something else", why, hint)
 
     def read_manifest(self) -> Manifest:
-        """Return the manifest of the published output. See `ConversionRun.read_manifest`."""
+        """Return the manifest of the published output. See `Converter.read_manifest`."""
         return self._manifest or read_manifest(self.out) or NO_MANIFEST
 
     def check_target(self) -> None:
         """Raise PrepError if the disk has no room for the remaining bytes."""
-        folder = self.folder_store.folder
+        folder = self.folder_output.folder
         check_free_space(folder, missing_nbytes(self.plan, folder))
 
     def join(self, identity: Mapping[str, object], source: JsonObject) -> bool:
-        """Join the run. Return False if another process has published the output since the first check."""
-        store = self.folder_store
-        store.join(identity, source, restart=self.request.options.restart)
-        self.session = store.session
+        """Join the conversion. Return False if another process has published the output since the first check."""
+        output = self.folder_output
+        output.join(identity, source, restart=self.request.options.restart)
+        self.session = output.session
         try:
             is_done = self.is_done()
         except PrepError:
-            # An empty folder of this run would block the next command for the same output.
-            if store.is_new:
-                store.discard()
+            # An empty folder of this conversion would block the next command for the same output.
+            if output.is_new:
+                output.discard()
             raise
         if is_done:
-            store.discard()
+            output.discard()
         return not is_done
 
     def remove_leftovers(self) -> None:
@@ -200,13 +200,13 @@ class FolderRun(ConversionRun):
     # Notes of earlier sessions
 
     def check_earlier_notes(self) -> None:
-        """Read back what other sessions have noted. See `ConversionRun.check_earlier_notes`."""
-        store = self.folder_store
-        if store.is_published():
+        """Read back what other sessions have noted. See `Converter.check_earlier_notes`."""
+        output = self.folder_output
+        if output.is_published():
             return
         parts: dict[int, UnitNote] = {}
         noted = self.notes.keys() | self.earlier_notes.keys()
-        for number in store.units_with(PART_FOLDER) - noted:
+        for number in output.units_with(PART_FOLDER) - noted:
             part = self.read_note(PART_FOLDER, number)
             if part and part.session != self.session:
                 parts[number] = part
@@ -245,11 +245,11 @@ class FolderRun(ConversionRun):
         Returns:
             Whether bytes were damaged.
         """
-        source_at_start = parse_source_state(self.folder_store.source_at_start().get("files"))
+        source_at_start = parse_source_state(self.folder_output.source_at_start().get("files"))
         touched = self.find_touched(source_at_start, self.source_at_join, batch.values())
         if touched:
             names = ", ".join(path.name for path in touched)
-            self.say(f"{names} may have changed since {self.store.name} was started: comparing")
+            self.say(f"{names} may have changed since {self.output.name} was started: comparing")
         digests: dict[int, StreamDigest] = {}
         for note in batch.values():
             digests |= note.digests
@@ -276,7 +276,7 @@ class FolderRun(ConversionRun):
         if num_damaged:
             count = len(digests) + sum(note.prefix is not None for note in batch.values())
             self.say(
-                f"{num_damaged} of {count} tensors in {self.store.name} are damaged:"
+                f"{num_damaged} of {count} tensors in {self.output.name} are damaged:"
                 " writing them again"
             )
         return bool(num_damaged)
@@ -284,7 +284,7 @@ class FolderRun(ConversionRun):
     def open_written(
         self, folder: str, batch: Mapping[int, UnitNote]
     ) -> AbstractContextManager[RunReader]:
-        """Open the written bytes of units with notes in a folder of the run."""
+        """Open the written bytes of units with notes in a folder of the conversion."""
         # A missing or short file is made whole, with zeros.
         self._open_files()
         return Files(self.files)
@@ -302,7 +302,7 @@ class FolderRun(ConversionRun):
         """Make the intact streams of a damaged unit its part."""
         # The part comes before the deletion: a kill between the two leaves the note of an older session.
         self.write_note(PART_FOLDER, number, self.part_note(note.digests, note.prefix))
-        self.store.delete([f"{DONE_FOLDER}/{number}"])
+        self.output.delete([f"{DONE_FOLDER}/{number}"])
 
     # Writing
 
@@ -314,10 +314,10 @@ class FolderRun(ConversionRun):
 
     def open_sink(self) -> Files:
         """Open the data files to write."""
-        return open_sink(self.plan, self.folder_store.folder)
+        return open_sink(self.plan, self.folder_output.folder)
 
     def write_units(self, units: Iterator[PipelineUnit]) -> None:
-        """Write units at their offsets. See `ConversionRun.write_units`."""
+        """Write units at their offsets. See `Converter.write_units`."""
         sink = self._open_files()
         progress = LockedProgress(self.pool.progress)
         lane_units = [units]
@@ -336,7 +336,7 @@ class FolderRun(ConversionRun):
         sink.check_unchanged()
 
     def prepare_unit(self, number: int) -> PipelineUnit:
-        """Return a claimed unit with its durable part, if there is any. See `ConversionRun.prepare_unit`."""
+        """Return a claimed unit with its durable part, if there is any. See `Converter.prepare_unit`."""
         unit = super().prepare_unit(number)
         part = self.read_note(PART_FOLDER, number)
         # A process of this session may have read another source, before it has found that and deleted its notes.
@@ -364,26 +364,26 @@ class FolderRun(ConversionRun):
     # Publication
 
     def publish(self) -> None:
-        """Verify and publish the output. See `ConversionRun.publish`."""
-        store = self.folder_store
+        """Verify and publish the output. See `Converter.publish`."""
+        output = self.folder_output
         notes = list(self.notes.values())
         digests = all_digests(self.plan, notes)
         # Each process has read the source at another time. Older notes were compared in this session.
-        self.check_source(digests, parse_source_state(store.source_at_session.get("files")), notes)
+        self.check_source(digests, parse_source_state(output.source_at_session.get("files")), notes)
         compressed = self.compressed_chunks()
         files = self.files
         if compressed is not None:
-            files = [store.folder / self.plan.item / path for path in compressed.files]
-        # Bytes between tensors have no digest, so that a resumed run would keep whatever an earlier run left there. In
-        # new files they are zero.
-        if compressed is None and not store.is_first_session:
+            files = [output.folder / self.plan.item / path for path in compressed.files]
+        # Bytes between tensors have no digest, so that a resumed conversion would keep whatever an earlier session left
+        # there. In new files they are zero.
+        if compressed is None and not output.is_first_session:
             zero_gaps(self.plan, files)
         stamps = read_stamps(files)
         self.check_data(digests)
         self._manifest = finalize_folder(
             self.plan,
-            store.folder,
-            run_identity=self.identity,
+            output.folder,
+            identity=self.identity,
             digests=digests,
             sums=all_checksums(self.num_blocks, notes),
             compressed=compressed,
@@ -392,7 +392,7 @@ class FolderRun(ConversionRun):
         check_unchanged(stamps)
         # Another program may have created the output meanwhile.
         _check_replaceable(self.out)
-        store.publish(overwrite=self.request.options.overwrite)
+        output.publish(overwrite=self.request.options.overwrite)
 
     def compressed_chunks(self) -> CompressedChunks | None:
         """Return the locations of compressed chunks, or None if the chunks are raw."""
@@ -412,51 +412,55 @@ class Lane:
 
     def __init__(
         self,
-        run: FolderRun,
+        converter: FolderConverter,
         units: Iterable[PipelineUnit],
         *,
         reader: RunReader,
         sink: Files,
         progress: Progress,
     ) -> None:
-        self._run = run
-        self._recorder = ChecksumRecorder(run.extents, run.sums)
+        self._converter = converter
+        self._recorder = ChecksumRecorder(converter.extents, converter.sums)
         # Notes of units that are not synced yet
         self._unsynced: dict[int, UnitNote] = {}
         self.pipeline = Pipeline(
-            run.plan.streams,
+            converter.plan.streams,
             reader,
             sink=sink,
-            budget=run.budget,
+            budget=converter.budget,
             progress=progress,
             units=units,
             observer=self,
-            on_digest=run.integrity.on_digest,
-            checksums=self._recorder if run.plan.leaves else None,
+            on_digest=converter.integrity.on_digest,
+            checksums=self._recorder if converter.plan.leaves else None,
         )
 
     def begin_unit(self, unit: PipelineUnit) -> None:
         """Prepare the data files for a unit. See `UnitObserver`."""
-        self._run.begin_unit(unit)
+        self._converter.begin_unit(unit)
 
     def complete_unit(self, number: int) -> None:
         """Make the note of a unit, to be written after the next sync. See `UnitObserver`."""
-        run = self._run
+        converter = self._converter
         blocks = self._recorder.take_new()
-        sums = run.sums[blocks.astype(np.int64)]
+        sums = converter.sums[blocks.astype(np.int64)]
         digests: dict[int, StreamDigest] = {}
-        for stream in run.units[number].streams:
-            if run.plan.streams[stream].nbytes and stream in self.pipeline.result.digests:
+        for stream in converter.units[number].streams:
+            if converter.plan.streams[stream].nbytes and stream in self.pipeline.result.digests:
                 digests[stream] = self.pipeline.result.digests[stream]
-        self._unsynced[number] = UnitNote(digests, blocks, sums, run.session, run.writer)
+        self._unsynced[number] = UnitNote(
+            digests, blocks, sums, converter.session, converter.writer
+        )
 
     def record_durable(self, point: SyncPoint) -> None:
         """Write the notes of durable units, and of the durable part of a large one. See `UnitObserver`."""
-        run = self._run
-        run.note_durable({number: self._unsynced.pop(number) for number in point.complete})
+        converter = self._converter
+        converter.note_durable({number: self._unsynced.pop(number) for number in point.complete})
         part = point.part
-        if part and run.units[part.unit].nbytes >= LARGE_UNIT_NBYTES:
-            run.write_note(PART_FOLDER, part.unit, run.part_note(part.digests, part.prefix))
+        if part and converter.units[part.unit].nbytes >= LARGE_UNIT_NBYTES:
+            converter.write_note(
+                PART_FOLDER, part.unit, converter.part_note(part.digests, part.prefix)
+            )
 
 
 def _check_replaceable(out: Path) -> None:

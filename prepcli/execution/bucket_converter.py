@@ -1,4 +1,4 @@
-"""A run below a URL: objects are assembled in memory, and no local file is written."""
+"""Convert to a bucket: objects are assembled in memory, and no local file is written."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import RunReader
 from prepcli.engine.object_assembler import make_object_budget
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
-from prepcli.execution.bucket_store import (
+from prepcli.execution.bucket_output import (
     NUM_THREADS,
-    BucketStore,
+    BucketOutput,
     check_stored_output,
     has_intact_files,
     stored_manifest,
 )
+from prepcli.execution.converter import Converter, ExecutionRequest
 from prepcli.execution.data_checks import parse_source_state
 from prepcli.execution.finalize import (
     CompressedChunks,
@@ -37,8 +38,7 @@ from prepcli.execution.finalize import (
     write_last_files,
 )
 from prepcli.execution.object_writer import ObjectWriter, compression_threads
-from prepcli.execution.run import ConversionRun, ExecutionRequest
-from prepcli.execution.run_store import (
+from prepcli.execution.output import (
     DONE_FOLDER,
     RUN_FILE,
     WORK_FOLDER,
@@ -73,7 +73,7 @@ MAX_LOOK_S = 30.0
 MAX_LOOKED_UP = 32
 
 
-class BucketRun(ConversionRun):
+class BucketConverter(Converter):
     """Writes the output of a plan below a URL. The data files of the plan are from `plan_object_files`."""
 
     def __init__(self, request: ExecutionRequest, url: ObjectStoreUrl) -> None:
@@ -98,14 +98,14 @@ class BucketRun(ConversionRun):
             part_nbytes=part_nbytes(largest_nbytes),
             num_compressing=self._num_compressing,
         )
-        self.bucket_store = BucketStore(self.bucket, request.plan_digest, request.say)
-        super().__init__(request, self.bucket_store, find_bucket_units(plan), budget)
+        self.bucket_output = BucketOutput(self.bucket, request.plan_digest, request.say)
+        super().__init__(request, self.bucket_output, find_bucket_units(plan), budget)
         self._writer: ObjectWriter | None = None
         # Objects at the last look
         self._existing: dict[str, RemoteFile] | None = None
 
     def read_manifest(self) -> Manifest:
-        """Return the manifest of the published output. See `ConversionRun.read_manifest`."""
+        """Return the manifest of the published output. See `Converter.read_manifest`."""
         file = self.bucket.find_file(MANIFEST_FILE)
         manifest = stored_manifest(self.bucket, [] if file is None else [file])
         if manifest is None:
@@ -115,9 +115,9 @@ class BucketRun(ConversionRun):
     # Joining
 
     def is_done(self) -> bool:
-        """Return whether the requested output exists. See `ConversionRun.is_done`."""
+        """Return whether the requested output exists. See `Converter.is_done`."""
         is_restarted = self.request.options.restart
-        # Another process may already have joined the unfinished run, except for the workers of one command.
+        # Another process may already have joined the unfinished conversion, except for the workers of one command.
         is_alone = len(self.pool.indices) == self.pool.share.count
         if is_restarted and not is_alone and PARENT_VARIABLE not in os.environ:
             raise usage_error(
@@ -137,7 +137,7 @@ class BucketRun(ConversionRun):
         manifest = stored_manifest(self.bucket, files)
         if manifest is None:
             paths = {file.path for file in files}
-            # A process that has not begun the run has written state only.
+            # A process that has not begun the conversion has written state only.
             has_others = any(not path.startswith(f"{WORK_FOLDER}/") for path in paths)
             if has_others and f"{WORK_FOLDER}/{RUN_FILE}" not in paths:
                 raise foreign_output_error(self.bucket.name)
@@ -164,27 +164,27 @@ class BucketRun(ConversionRun):
         check_lock(self.bucket, self.request.plan_digest)
 
     def join(self, identity: Mapping[str, object], source: JsonObject) -> bool:
-        """Join the run. Return False if the output was published meanwhile. See `ConversionRun.join`."""
+        """Join the conversion. Return False if the output was published meanwhile. See `Converter.join`."""
         is_worker = PARENT_VARIABLE in os.environ
-        self.bucket_store.join(
+        self.bucket_output.join(
             identity,
             source,
-            # The parent of a worker has restarted the run.
+            # The parent of a worker has restarted the conversion.
             restart=self.request.options.restart and not is_worker,
             is_done=self.is_done,
             may_begin=self.pool.share.index == 0,
         )
-        self.session = self.bucket_store.session
-        return not self.store.is_published()
+        self.session = self.bucket_output.session
+        return not self.output.is_published()
 
     def remove_leftovers(self) -> None:
         """Delete the state and the lock of a process killed after the publication, and late notes."""
         # The output is complete, also if they stay.
         with suppress(PrepError):
-            has_state = bool(self.bucket_store.list_state())
+            has_state = bool(self.bucket_output.list_state())
             if has_state or is_locked_by(self.bucket, self.request.plan_digest):
                 with BucketLock(self.bucket, self.request.plan_digest, say=self.say):
-                    self.bucket_store.delete_state()
+                    self.bucket_output.delete_state()
 
     # Notes
 
@@ -193,18 +193,18 @@ class BucketRun(ConversionRun):
         self._existing = None
 
     def read_note(self, folder: str, number: int) -> UnitNote | None:
-        """Return the note of a unit in this session. See `ConversionRun.read_note`."""
+        """Return the note of a unit in this session. See `Converter.read_note`."""
         note = super().read_note(folder, number)
         return note if note is not None and note.session == self.session else None
 
     def look(self) -> None:
         """Read the notes of other processes, several at a time."""
         unknown = [number for number in range(len(self.units)) if number not in self.notes]
-        found = self.bucket_store.units_with(DONE_FOLDER)
+        found = self.bucket_output.units_with(DONE_FOLDER)
         if len(unknown) <= MAX_LOOKED_UP:
-            found = self.bucket_store.find_notes(unknown)
+            found = self.bucket_output.find_notes(unknown)
         numbers = sorted(found.intersection(unknown))
-        contents = self.bucket_store.read_many(f"{DONE_FOLDER}/{number}" for number in numbers)
+        contents = self.bucket_output.read_many(f"{DONE_FOLDER}/{number}" for number in numbers)
         num_invalid = 0
         for number, content in zip(numbers, contents):
             note = self.decode_note(number, content)
@@ -218,36 +218,36 @@ class BucketRun(ConversionRun):
             self.result.resumed_nbytes = sum(self.units[number].nbytes for number in self.notes)
 
     def look_s(self) -> float:
-        """Return the seconds between two listings of the state. See `ConversionRun.look_s`."""
+        """Return the seconds between two listings of the state. See `Converter.look_s`."""
         return min(MAX_LOOK_S, LOOK_S + LOOK_S_PER_PROCESS * self.pool.share.count)
 
     def find_noted(self) -> set[int]:
-        """Return the believed notes that still exist. See `ConversionRun.find_noted`."""
-        return self.bucket_store.find_notes(self.notes.keys())
+        """Return the believed notes that still exist. See `Converter.find_noted`."""
+        return self.bucket_output.find_notes(self.notes.keys())
 
     def count_durable(self) -> int:
-        """Return the number of bytes with known notes. See `ConversionRun.count_durable`."""
+        """Return the number of bytes with known notes. See `Converter.count_durable`."""
         # A process that a signal stops does not wait for the store.
         return sum(self.units[number].nbytes for number in list(self.notes))
 
     # Writing
 
     def claim_units(self, lane: int = 0) -> Iterator[PipelineUnit]:
-        """Yield the units that this process can claim. See `ConversionRun.claim_units`."""
+        """Yield the units that this process can claim. See `Converter.claim_units`."""
         pending = [number for number in self.lane_orders[lane] if number not in self.notes]
         # A unit that is checked is written alone: other processes may claim the next ones.
         max_claimed = 1 if self.checks_units else MAX_CLAIMED
         for first in range(0, len(pending), max_claimed):
             batch = pending[first : first + max_claimed]
             claims = map_in_daemon_threads(
-                self.bucket_store.claim, map(str, batch), num_threads=NUM_THREADS
+                self.bucket_output.claim, map(str, batch), num_threads=NUM_THREADS
             )
             claimed = [number for number, claim in zip(batch, claims) if claim is not None]
             if not claimed:
                 continue
             # Another process may have noted them since this one has looked.
-            contents = self.bucket_store.read_many(f"{DONE_FOLDER}/{number}" for number in claimed)
-            if self.store.is_published():
+            contents = self.bucket_output.read_many(f"{DONE_FOLDER}/{number}" for number in claimed)
+            if self.output.is_published():
                 return
             for number, content in zip(claimed, contents):
                 note = self.decode_note(number, content)
@@ -259,7 +259,7 @@ class BucketRun(ConversionRun):
                     return
 
     def write_units(self, units: Iterator[PipelineUnit]) -> None:
-        """Assemble and send the objects of units. See `ConversionRun.write_units`."""
+        """Assemble and send the objects of units. See `Converter.write_units`."""
         # Objects of units without a note: a kill came between them and the note. Their bytes are computed
         # again and compared, because only the note has their digests and checksums.
         if self._existing is None:
@@ -338,7 +338,7 @@ class BucketRun(ConversionRun):
     # Publication
 
     def publish(self) -> None:
-        """Publish the output, and delete the state of the run. See `ConversionRun.publish`.
+        """Publish the output, and delete the state of the conversion. See `Converter.publish`.
 
         Raises:
             PrepError: An object is missing or was changed, or the store does not answer.
@@ -348,12 +348,12 @@ class BucketRun(ConversionRun):
         except PrepError:
             # A process that this one took for dead may have published, and deleted the state.
             with suppress(PrepError):
-                if self.store.is_published():
+                if self.output.is_published():
                     return
             raise
 
     def _publish_objects(self) -> None:
-        store = self.bucket_store
+        output = self.bucket_output
         notes = list(self.notes.values())
         listed = {file.path: file for file in self.bucket.list_files()}
         damaged: dict[int, str] = {}
@@ -363,12 +363,12 @@ class BucketRun(ConversionRun):
                 if listed.get(file.path) != file and self.bucket.find_file(file.path) != file:
                     damaged[number] = file.path
         if damaged:
-            # The next run writes these units again.
-            store.delete(f"{DONE_FOLDER}/{number}" for number in damaged)
+            # The next start writes these units again.
+            output.delete(f"{DONE_FOLDER}/{number}" for number in damaged)
             raise missing_object_error(self.bucket, next(iter(damaged.values())))
         digests = all_digests(self.plan, notes)
-        # Units of earlier runs, and of other processes, were read at other times.
-        self.check_source(digests, parse_source_state(store.source_at_start().get("files")), notes)
+        # Units of earlier conversions, and of other processes, were read at other times.
+        self.check_source(digests, parse_source_state(output.source_at_start().get("files")), notes)
         # Objects of an earlier try are compared, and not sent again.
         uploads = ObjectUploads(self.bucket, listed)
 
@@ -398,10 +398,10 @@ class BucketRun(ConversionRun):
             compressed=compressed,
             num_threads=NUM_THREADS,
         )
-        store.confirm()
+        output.confirm()
         publish_content(self.bucket, MANIFEST_FILE, encode_manifest(manifest))
-        assert store.is_published()
-        store.delete_state()
+        assert output.is_published()
+        output.delete_state()
 
 
 def _expected(writer: ObjectWriter, units: Iterator[PipelineUnit]) -> Iterator[PipelineUnit]:

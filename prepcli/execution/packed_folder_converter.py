@@ -1,4 +1,4 @@
-"""A run in a folder with compressed chunks.
+"""Convert to a folder with compressed chunks.
 
 The length of a compressed chunk is unknown until it is compressed, so its place cannot be planned. A unit therefore has
 whole chunks, a raw file in `.prep/raw` and output files of its own. Once its raw bytes are complete, its chunks are
@@ -28,13 +28,13 @@ from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import Files, RunReader
 from prepcli.engine.pipeline import MOST_UNSYNCED_NBYTES, PipelineUnit
 from prepcli.engine.write_policy import allocate
+from prepcli.execution.converter import ExecutionRequest
 from prepcli.execution.data_checks import changed_error, file_holes
 from prepcli.execution.finalize import CompressedChunks, locate_chunks, raw_chunks
-from prepcli.execution.folder_run import FolderRun, allocated_size, check_free_space
-from prepcli.execution.folder_store import RAW_FOLDER
+from prepcli.execution.folder_converter import FolderConverter, allocated_size, check_free_space
+from prepcli.execution.folder_output import RAW_FOLDER
 from prepcli.execution.object_writer import block_numbers
-from prepcli.execution.run import ExecutionRequest
-from prepcli.execution.run_store import DONE_FOLDER, PART_FOLDER, UnitNote
+from prepcli.execution.output import DONE_FOLDER, PART_FOLDER, UnitNote
 from prepcli.formats.codecs import codec_of
 from prepcli.planning.chunk_placement import ChunkExtent, replace_chunks
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan
@@ -45,13 +45,13 @@ from prepcli.stores.byte_ranges import RemoteFile
 from prepcli.stores.files import check_no_symlinks, io_error, open_no_follow, sync_paths
 
 PIECE_NBYTES = 1 << 20
-# A stopped run still compresses complete units for so long, so that less work is lost.
+# A stopped conversion still compresses complete units for so long, so that less work is lost.
 STOP_S = 2.0
 # Output files that are synced together: a unit may have very many.
 MAX_SYNCED_FILES = 1000
 
 
-class PackedFolderRun(FolderRun):
+class PackedFolderConverter(FolderConverter):
     """Writes the compressed output of a plan to a folder."""
 
     # Its unsynced files are those of one sync.
@@ -69,7 +69,7 @@ class PackedFolderRun(FolderRun):
             units,
             encoder_nbytes=self._codec.encoder_nbytes(self._level, chunk_nbytes) + PIECE_NBYTES,
         )
-        work = self.folder_store.work
+        work = self.folder_output.work
         self.files = [work / RAW_FOLDER / file.path for file in plan.files]
         self._raw = RawFiles(self.files, [file.size for file in plan.files])
         # Boxes of chunks in each raw file, in the order of their offsets, with their blocks of checksums
@@ -87,10 +87,10 @@ class PackedFolderRun(FolderRun):
         self._stop_s = 0.0
 
     def check_target(self) -> None:
-        """Raise PrepError if the disk has no room for the remaining units. See `ConversionRun.check_target`."""
+        """Raise PrepError if the disk has no room for the remaining units. See `Converter.check_target`."""
         # The compressed size is unknown. Each process has raw units on disk, too: of one point that is compressed, of
         # the next one, and one in progress.
-        noted = self.store.units_with(DONE_FOLDER)
+        noted = self.output.units_with(DONE_FOLDER)
         sizes: list[int] = []
         allocated_nbytes = 0
         for number, unit in enumerate(self.units):
@@ -99,12 +99,12 @@ class PackedFolderRun(FolderRun):
                 allocated_nbytes += sum(allocated_size(self.files[file]) for file in unit.files)
         raw_nbytes = 2 * MOST_UNSYNCED_NBYTES + max(sizes, default=0)
         needed_nbytes = sum(sizes) + min(sum(sizes), raw_nbytes * len(self.pool.indices))
-        check_free_space(self.folder_store.folder, max(0, needed_nbytes - allocated_nbytes))
+        check_free_space(self.folder_output.folder, max(0, needed_nbytes - allocated_nbytes))
 
     # Notes of earlier sessions
 
     def read_note(self, folder: str, number: int) -> UnitNote | None:
-        """Return the note of a unit, or None without the lengths of its chunks. See `ConversionRun.read_note`."""
+        """Return the note of a unit, or None without the lengths of its chunks. See `Converter.read_note`."""
         note = super().read_note(folder, number)
         if note is None or folder == PART_FOLDER:
             return note
@@ -116,7 +116,7 @@ class PackedFolderRun(FolderRun):
 
     @contextlib.contextmanager
     def open_written(self, folder: str, batch: Mapping[int, UnitNote]) -> Iterator[RunReader]:
-        """Open the raw files of units that are partly written. See `FolderRun.open_written`."""
+        """Open the raw files of units that are partly written. See `FolderConverter.open_written`."""
         self._open_files()
         files: list[int] = []
         if folder == PART_FOLDER:
@@ -131,7 +131,7 @@ class PackedFolderRun(FolderRun):
     def find_damaged(
         self, folder: str, batch: Mapping[int, UnitNote], written: RunReader
     ) -> set[int]:
-        """Return the streams of units with damaged output files. See `FolderRun.find_damaged`."""
+        """Return the streams of units with damaged output files. See `FolderConverter.find_damaged`."""
         if folder == PART_FOLDER:
             return super().find_damaged(folder, batch, written)
         damaged: set[int] = set()
@@ -161,17 +161,17 @@ class PackedFolderRun(FolderRun):
         return True
 
     def keep_part(self, folder: str, number: int, note: UnitNote) -> None:
-        """Forget a damaged unit. No raw file is left with its intact tensors. See `FolderRun.keep_part`."""
+        """Forget a damaged unit. No raw file is left with its intact tensors. See `FolderConverter.keep_part`."""
         if folder == DONE_FOLDER:
-            self.store.delete([f"{PART_FOLDER}/{number}", f"{DONE_FOLDER}/{number}"])
+            self.output.delete([f"{PART_FOLDER}/{number}", f"{DONE_FOLDER}/{number}"])
         else:
             super().keep_part(folder, number, note)
 
     # Writing
 
     def open_sink(self) -> Files:
-        """Return the raw files. See `FolderRun.open_sink`."""
-        check_no_symlinks(self.folder_store.folder)
+        """Return the raw files. See `FolderConverter.open_sink`."""
+        check_no_symlinks(self.folder_output.folder)
         return self._raw
 
     def begin_unit(self, unit: PipelineUnit) -> None:
@@ -183,7 +183,7 @@ class PackedFolderRun(FolderRun):
             self._raw.open_file(file, must_exist=is_partly_written)
 
     def note_durable(self, notes: Mapping[int, UnitNote]) -> None:
-        """Compress complete units, note them, and delete their raw files. See `FolderRun.note_durable`."""
+        """Compress complete units, note them, and delete their raw files. See `FolderConverter.note_durable`."""
         packed: dict[int, UnitNote] = {}
         since_s = time.monotonic()
         for number, note in notes.items():
@@ -205,7 +205,7 @@ class PackedFolderRun(FolderRun):
         self._sync_output()
         super().note_durable(notes)
         # A part goes before its bytes: another process of this session would believe it.
-        self.store.delete(f"{PART_FOLDER}/{number}" for number in notes)
+        self.output.delete(f"{PART_FOLDER}/{number}" for number in notes)
         for number in notes:
             for file in self.units[number].files:
                 self._raw.remove_file(file)
@@ -236,8 +236,8 @@ class PackedFolderRun(FolderRun):
             for path, chunks_of_file in itertools.groupby(chunks, key=lambda chunk: chunk[0]):
                 ranges = ((offset, nbytes) for _, offset, nbytes in chunks_of_file)
                 try:
-                    # Not the folder of the run, which may be gone
-                    folder = self.folder_store.folder
+                    # Not the folder of the conversion, which may be gone
+                    folder = self.folder_output.folder
                     *parents, _ = path.relative_to(folder).parents
                     for parent in reversed(parents):
                         (folder / parent).mkdir(exist_ok=True)
@@ -298,7 +298,7 @@ class PackedFolderRun(FolderRun):
 
     def _raw_chunks(self, file: int) -> Iterator[tuple[Path, int, int]]:
         """Yield the output file, the offset and the size of each chunk of a raw file, in the order of offsets."""
-        folder = self.folder_store.folder / self.plan.item
+        folder = self.folder_output.folder / self.plan.item
         packed_path = folder / _packed_path(file)
         for leaf, box in self._boxes[file]:
             for index in box.indices():
@@ -312,13 +312,13 @@ class PackedFolderRun(FolderRun):
     def _stored_files(self, file: int, lengths: Sequence[int]) -> Iterator[tuple[Path, int]]:
         """Yield the output files of a raw file, and their sizes."""
         if not self.plan.storage.has_chunk_files:
-            yield self.folder_store.folder / self.plan.item / _packed_path(file), sum(lengths)
+            yield self.folder_output.folder / self.plan.item / _packed_path(file), sum(lengths)
             return
         for (path, _, _), nbytes in zip(self._raw_chunks(file), lengths, strict=True):
             yield path, nbytes
 
     def compressed_chunks(self) -> CompressedChunks:
-        """Return the locations of the compressed chunks. See `FolderRun.compressed_chunks`."""
+        """Return the locations of the compressed chunks. See `FolderConverter.compressed_chunks`."""
         plan = self.plan
         lengths: dict[int, Sequence[int]] = {}
         for note in self.notes.values():
@@ -333,7 +333,7 @@ class PackedFolderRun(FolderRun):
         return locate_chunks(raw_chunks(plan.leaves), lengths, paths, chunk_paths)
 
     def check_data(self, digests: Mapping[int, StreamDigest]) -> None:
-        """Raise PrepError if another program has changed the output files. See `FolderRun.check_data`."""
+        """Raise PrepError if another program has changed the output files. See `FolderConverter.check_data`."""
         for note in self.notes.values():
             for file, lengths in note.lengths.items():
                 for path, size in self._stored_files(file, lengths):
@@ -357,11 +357,11 @@ class RawFiles(Files):
         self._opened: dict[int, int] = {}
 
     def open_file(self, file: int, *, must_exist: bool = False) -> None:
-        """Open a file with its planned size. Bytes of an earlier run stay.
+        """Open a file with its planned size. Bytes of an earlier conversion stay.
 
         Args:
             file: Number of the file.
-            must_exist: Whether it has bytes of an earlier run.
+            must_exist: Whether it has bytes of an earlier conversion.
 
         Raises:
             PrepError: The file cannot be written, or must exist and does not.

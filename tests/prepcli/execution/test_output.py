@@ -10,7 +10,7 @@ import pytest
 
 from prepcli.engine.background_sync import StreamPrefix
 from prepcli.engine.digest import CastCounts, StreamDigest
-from prepcli.execution.run_store import UnitNote, decode_record, encode_record
+from prepcli.execution.output import UnitNote, decode_record, encode_record
 from prepcli.stores.byte_ranges import RemoteFile
 
 NOTE = UnitNote(
