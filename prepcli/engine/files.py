@@ -1,4 +1,4 @@
-"""Read and write files in runs: contiguous byte ranges.
+"""Read and write files, such as the data files of an output, in runs: contiguous byte ranges.
 
 Whole pages are transferred by direct I/O where the file system supports it and it is faster. Reads take from the page
 cache what it has.
@@ -20,9 +20,10 @@ from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.formatting import count_text
 from prepcli.engine.write_policy import WriteMode, WritePolicy, allocate, is_in_memory
+from prepcli.planning.plan import Plan
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
 from prepcli.stores.buffers import ByteArray, ClosedAfterBlock
-from prepcli.stores.files import io_error, open_no_follow, sync_many
+from prepcli.stores.files import check_no_symlinks, io_error, open_no_follow, sync_many
 
 # File descriptors left for other uses, e.g. the claims and raw files of units that are not synced yet.
 RESERVED_DESCRIPTORS = 512
@@ -391,6 +392,49 @@ class Files(ClosedAfterBlock):
             raise self._write_error from error
         finally:
             self._release(fd)
+
+
+def open_data_files(plan: Plan, folder: Path) -> Files:
+    """Create the data files of an output with their sizes and headers, and open them to write.
+
+    Args:
+        plan: The plan of the output.
+        folder: Folder of the incomplete output.
+
+    Raises:
+        PrepError: The folder has symbolic links, or a file cannot be written.
+    """
+    check_no_symlinks(folder)
+    paths = [folder / plan.item / file.path for file in plan.files]
+    for parent in {path.parent for path in paths}:
+        parent.mkdir(parents=True, exist_ok=True)
+    files = Files(paths, [file.size for file in plan.files])
+    try:
+        for number, file in enumerate(plan.files):
+            for offset, data in ((0, file.header), *file.constant_ranges):
+                if data:
+                    files.write_bytes(number, data, offset=offset)
+    except BaseException:
+        files.close()
+        raise
+    return files
+
+
+def missing_nbytes(plan: Plan, folder: Path) -> int:
+    """Return the number of bytes of data files without disk space so far. `folder` need not exist."""
+    missing = 0
+    for file in plan.files:
+        missing += file.size - allocated_size(folder / plan.item / file.path)
+    return missing
+
+
+def allocated_size(path: Path) -> int:
+    """Return the size of the file on disk, or 0 if it does not exist."""
+    try:
+        # `st_blocks` counts units of 512 bytes on every file system. Holes are not counted.
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
 
 
 def _read_cached(fd: int, view: memoryview, offset: int) -> int:

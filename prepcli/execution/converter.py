@@ -16,13 +16,12 @@ from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
-from prepcli.core import version
 from prepcli.core.errors import PrepError
 from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.json_values import JsonObject
 from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.engine.budget import Budget, anonymous_nbytes
-from prepcli.engine.digest import StreamDigest, record_digest, record_digest_of_pieces
+from prepcli.engine.digest import StreamDigest, record_digest
 from prepcli.engine.pipeline import ConversionResult, PipelineUnit
 from prepcli.execution.data_checks import (
     IntegrityChecker,
@@ -43,13 +42,14 @@ from prepcli.execution.output import (
     Output,
     UnitNote,
     host_identity,
+    make_identity,
 )
 from prepcli.execution.signals import note_durable_work
 from prepcli.execution.workers import ExecutionOptions, WorkerPool
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import chunk_extents, count_blocks
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.plan import Plan, encode_text, iter_text
+from prepcli.planning.plan import Plan
 from prepcli.planning.work_units import WorkUnit, order_units
 from prepcli.restore.digest_checks import check_before_reading, find_transformed
 from prepcli.sources.source import Source
@@ -489,19 +489,3 @@ class ExecutionRequest:
     pool: WorkerPool
     options: ExecutionOptions
     say: Callable[[str], None]
-
-
-def digest_plan(plan: Plan) -> str:
-    """Return the digest of a plan. Equal digests imply equal outputs, given unchanged sources."""
-    return "xxh3:" + record_digest_of_pieces(piece.encode() for piece in iter_text(plan))
-
-
-def make_identity(plan: Plan, plan_digest: str) -> dict[str, object]:
-    """Return the identity of an output, given the digest of its plan. Equal identities imply equal bytes."""
-    source_digest = record_digest(encode_text(plan.source_files).encode())
-    return {
-        "request": plan.request,
-        "source": source_digest,
-        "plan": plan_digest,
-        "prep": version(),
-    }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -14,7 +13,6 @@ from typing import ClassVar
 import numpy as np
 
 from prepcli.core.errors import Option, OutputExistsError, PrepError, text
-from prepcli.core.formatting import format_bytes
 from prepcli.core.json_values import JsonObject
 from prepcli.core.observer import LockedProgress, Progress
 from prepcli.engine.background_sync import StreamPrefix, SyncPoint
@@ -22,7 +20,7 @@ from prepcli.engine.blobs import can_share_reader, open_blobs
 from prepcli.engine.budget import MAX_LANES, count_lanes, make_budget
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.digest import StreamDigest
-from prepcli.engine.files import Files, RunReader
+from prepcli.engine.files import Files, RunReader, missing_nbytes, open_data_files
 from prepcli.engine.pipeline import Pipeline, PipelineUnit, run_pipelines
 from prepcli.execution.converter import Converter, ExecutionRequest
 from prepcli.execution.data_checks import (
@@ -35,7 +33,7 @@ from prepcli.execution.data_checks import (
     zero_gaps,
 )
 from prepcli.execution.finalize import CompressedChunks, finalize_folder
-from prepcli.execution.folder_output import PARTIAL_SUFFIX, FolderOutput, remove_work_folder
+from prepcli.execution.folder_output import FolderOutput, check_free_space, remove_work_folder
 from prepcli.execution.output import (
     DONE_FOLDER,
     PART_FOLDER,
@@ -57,7 +55,7 @@ from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.slabs import min_buffer_nbytes
 from prepcli.planning.work_units import WorkUnit, find_folder_units
-from prepcli.stores.files import check_no_symlinks, io_error
+from prepcli.stores.files import io_error
 
 # A larger unit has a note of its durable part, so that a kill loses about a second of work.
 LARGE_UNIT_NBYTES = 1 << 30
@@ -314,7 +312,7 @@ class FolderConverter(Converter):
 
     def open_sink(self) -> Files:
         """Open the data files to write."""
-        return open_sink(self.plan, self.folder_output.folder)
+        return open_data_files(self.plan, self.folder_output.folder)
 
     def write_units(self, units: Iterator[PipelineUnit]) -> None:
         """Write units at their offsets. See `Converter.write_units`."""
@@ -502,50 +500,3 @@ def _is_complete(plan: Plan, out: Path, manifest: Manifest) -> bool:
     if manifest.checksums is not None and not (out / CHECKSUMS_FILE).is_file():
         return False
     return are_files_intact(out, manifest)
-
-
-def open_sink(plan: Plan, folder: Path) -> Files:
-    """Create the data files of a staging folder with their sizes and headers. Raise PrepError for symbolic links."""
-    check_no_symlinks(folder)
-    paths = [folder / plan.item / file.path for file in plan.files]
-    for parent in {path.parent for path in paths}:
-        parent.mkdir(parents=True, exist_ok=True)
-    sink = Files(paths, [file.size for file in plan.files])
-    try:
-        for number, file in enumerate(plan.files):
-            for offset, data in ((0, file.header), *file.constant_ranges):
-                if data:
-                    sink.write_bytes(number, data, offset=offset)
-    except BaseException:
-        sink.close()
-        raise
-    return sink
-
-
-def missing_nbytes(plan: Plan, folder: Path) -> int:
-    """Return the number of bytes of data files without disk space so far. `folder` need not exist."""
-    missing = 0
-    for file in plan.files:
-        missing += file.size - allocated_size(folder / plan.item / file.path)
-    return missing
-
-
-def check_free_space(folder: Path, needed_nbytes: int) -> None:
-    """Raise PrepError if the disk of a staging folder has no room for more bytes. `folder` need not exist."""
-    existing_folder = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    free_nbytes = shutil.disk_usage(existing_folder).free
-    if needed_nbytes > free_nbytes:
-        raise PrepError(
-            f"not enough room for {folder.name.removesuffix(PARTIAL_SUFFIX)}",
-            f"needs {format_bytes(needed_nbytes)}, its disk has {format_bytes(free_nbytes)} free",
-            text("use {} with a path on another disk", Option("out")),
-        )
-
-
-def allocated_size(path: Path) -> int:
-    """Return the size of the file on disk, or 0 if it does not exist."""
-    try:
-        # `st_blocks` counts units of 512 bytes on every file system. Holes are not counted.
-        return path.stat().st_blocks * 512
-    except OSError:
-        return 0

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from prepcli.core.errors import RERUN_HINT, Option, OutputExistsError, PrepError, text, usage_error
+from prepcli.core.formatting import format_bytes
 from prepcli.core.json_values import JsonObject, load_json
 from prepcli.execution.output import (
     CHECKSUM_KEY,
@@ -537,6 +538,18 @@ class FolderOutput:
 
 def _damaged_error(path: Path, why: str = "it is not a file that prep wrote") -> PrepError:
     return PrepError(f"{path} is damaged", why, text("{} deletes it", Option("restart", True)))
+
+
+def check_free_space(folder: Path, needed_nbytes: int) -> None:
+    """Raise PrepError if the disk of an incomplete output has no room for more bytes. `folder` need not exist."""
+    existing_folder = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    free_nbytes = shutil.disk_usage(existing_folder).free
+    if needed_nbytes > free_nbytes:
+        raise PrepError(
+            f"not enough room for {folder.name.removesuffix(PARTIAL_SUFFIX)}",
+            f"needs {format_bytes(needed_nbytes)}, its disk has {format_bytes(free_nbytes)} free",
+            text("use {} with a path on another disk", Option("out")),
+        )
 
 
 def remove_work_folder(out: Path) -> None:

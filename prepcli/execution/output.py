@@ -39,12 +39,18 @@ from typing import Protocol
 
 import numpy as np
 
+from prepcli.core import version
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.json_values import JsonObject, load_json
 from prepcli.engine.background_sync import StreamPrefix
 from prepcli.engine.checksum_recorder import ChecksumArray
-from prepcli.engine.digest import CHECKSUM_DTYPE, StreamDigest, record_digest
-from prepcli.planning.plan import Plan
+from prepcli.engine.digest import (
+    CHECKSUM_DTYPE,
+    StreamDigest,
+    record_digest,
+    record_digest_of_pieces,
+)
+from prepcli.planning.plan import Plan, encode_text, iter_text
 from prepcli.stores.byte_ranges import RemoteFile
 
 WORK_FOLDER = ".prep"  # the state of a conversion, in an output that is not complete
@@ -135,6 +141,22 @@ def host_identity() -> str:
     except OSError:
         return name
     return f"{name}_{boot_id}_{namespace.strip('pid:[]')}"
+
+
+def digest_plan(plan: Plan) -> str:
+    """Return the digest of a plan. Equal digests imply equal outputs, given unchanged sources."""
+    return "xxh3:" + record_digest_of_pieces(piece.encode() for piece in iter_text(plan))
+
+
+def make_identity(plan: Plan, plan_digest: str) -> dict[str, object]:
+    """Return the identity of an output, given the digest of its plan. Equal identities imply equal bytes."""
+    source_digest = record_digest(encode_text(plan.source_files).encode())
+    return {
+        "request": plan.request,
+        "source": source_digest,
+        "plan": plan_digest,
+        "prep": version(),
+    }
 
 
 def other_conversion_error(

@@ -25,14 +25,14 @@ from prepcli.core.errors import PrepError
 from prepcli.engine.background_sync import SYNC_INTERVAL_S
 from prepcli.engine.checksum_recorder import compute_unknown
 from prepcli.engine.digest import StreamDigest
-from prepcli.engine.files import Files, RunReader
+from prepcli.engine.files import Files, RunReader, allocated_size
 from prepcli.engine.pipeline import MOST_UNSYNCED_NBYTES, PipelineUnit
 from prepcli.engine.write_policy import allocate
 from prepcli.execution.converter import ExecutionRequest
 from prepcli.execution.data_checks import changed_error, file_holes
 from prepcli.execution.finalize import CompressedChunks, locate_chunks, raw_chunks
-from prepcli.execution.folder_converter import FolderConverter, allocated_size, check_free_space
-from prepcli.execution.folder_output import RAW_FOLDER
+from prepcli.execution.folder_converter import FolderConverter
+from prepcli.execution.folder_output import RAW_FOLDER, check_free_space
 from prepcli.execution.object_writer import block_numbers
 from prepcli.execution.output import DONE_FOLDER, PART_FOLDER, UnitNote
 from prepcli.formats.codecs import codec_of

@@ -20,13 +20,13 @@ from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeafReader, write_shards
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.digest import StreamDigest
-from prepcli.engine.files import Files
+from prepcli.engine.files import Files, missing_nbytes, open_data_files
 from prepcli.engine.pipeline import Pipeline
 from prepcli.execution.finalize import finalize_folder
-from prepcli.execution.folder_converter import check_free_space, missing_nbytes, open_sink
 from prepcli.execution.folder_output import (
     FolderOutput,
     acquire_lock,
+    check_free_space,
     lock_in_folder,
     remove_work_folder,
 )
@@ -245,8 +245,8 @@ class FolderStep:
                 except OSError as error:
                     raise io_error(folder, error) from error
                 check_free_space(folder, missing_nbytes(self.plan, folder))
-                open_sink(self.plan, folder).close()
-        with open_sink(self.plan, folder) as sink:
+                open_data_files(self.plan, folder).close()
+        with open_data_files(self.plan, folder) as sink:
             if group.count > 1:
                 leaves = [(leaf, self.save.leaves[leaf.name]) for leaf in self.plan.leaves]
                 write_shards(leaves, sink, checksums=checksums)

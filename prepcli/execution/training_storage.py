@@ -30,9 +30,8 @@ from prepcli.engine.checkpoint_store import HostLeaf
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
 from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import RunReader
-from prepcli.execution.converter import digest_plan, make_identity
 from prepcli.execution.data_checks import StreamReader
-from prepcli.execution.output import UnitNote
+from prepcli.execution.output import UnitNote, digest_plan, make_identity
 from prepcli.formats.manifest import RECREATE_HINT
 from prepcli.planning.chunk_placement import chunk_extents
 from prepcli.planning.object_files import LeafBoxes

@@ -38,9 +38,9 @@ from prepcli.core.option_spec import format_command_line
 from prepcli.engine.casts import format_cast, report_casts
 from prepcli.engine.fills import fill_of
 from prepcli.engine.pipeline import ConversionResult
-from prepcli.execution.converter import Converter, ExecutionRequest, digest_plan
+from prepcli.execution.converter import Converter, ExecutionRequest
 from prepcli.execution.folder_converter import FolderConverter
-from prepcli.execution.output import WORK_FOLDER
+from prepcli.execution.output import WORK_FOLDER, digest_plan
 from prepcli.execution.workers import WorkerPool
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, origin_record
