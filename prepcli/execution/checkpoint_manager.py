@@ -22,7 +22,13 @@ from prepcli.core.unexpected import as_prep_error
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeaf, LeafSpec, PendingSave
 from prepcli.execution.training_folder import FolderStorage
-from prepcli.execution.training_storage import MEMORY_NBYTES, RunStorage, StepSave, joint_work
+from prepcli.execution.training_storage import (
+    MEMORY_NBYTES,
+    RunStorage,
+    StepSave,
+    joint_work,
+    write_step,
+)
 from prepcli.formats.manifest import (
     NO_MANIFEST,
     STATE_ITEM,
@@ -280,7 +286,8 @@ class CheckpointManager:
             save = StepSave(
                 step, self._plan_step(step, leaves, manifest_fields), leaves, self._group
             )
-        self._storage.write_step(save)
+        with self._storage.step_output(save) as output:
+            write_step(output)
         if self._storage.is_on_disk:
             # Later steps copy the small files of this step, so that the start checkpoint may be deleted. A bucket's
             # files would have to be downloaded: there the start checkpoint stays in use.

@@ -19,25 +19,22 @@ import xxhash
 
 from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, PrepError
 from prepcli.engine.casts import Scale, report_casts
-from prepcli.engine.checksum_recorder import ChecksumArray, compute_unknown
+from prepcli.engine.checksum_recorder import ChecksumArray
 from prepcli.engine.digest import (
     StreamDigest,
     record_digest,
     record_digest_of_pieces,
 )
-from prepcli.engine.files import Files
 from prepcli.formats.checksums import CHECKSUMS_FILE, encode_checksums
-from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest, record_file
+from prepcli.formats.manifest import record_file
 from prepcli.formats.orbax import (
     COMMIT_MARKER,
     OrbaxNonArray,
     encode_item_metadata,
     encode_step_metadata,
-    write_files,
 )
 from prepcli.formats.orbax_chunks import WrittenChunk, unplaced_array
 from prepcli.planning.arrays import Array
-from prepcli.planning.chunk_placement import chunk_extents
 from prepcli.planning.manifest_fields import (
     FileRecord,
     LeafRecord,
@@ -51,7 +48,6 @@ from prepcli.planning.tensors import PARAMS, is_quantization_tensor, qualify, sp
 from prepcli.stores.byte_ranges import map_in_daemon_threads
 from prepcli.stores.files import (
     MAX_LFS_POINTER_NBYTES,
-    check_no_symlinks,
     check_not_lfs_pointer,
     io_error,
     not_regular_error,
@@ -66,54 +62,6 @@ LARGE_FILE_NBYTES = 1 << 20
 PIECE_NBYTES = 8 << 20
 # [chunks, 3]: file, offset, bytes. An object per chunk would need too much memory.
 _ChunkTable = npt.NDArray[np.int64]
-
-
-def finalize_folder(
-    plan: Plan,
-    folder: Path,
-    *,
-    identity: dict[str, object],
-    digests: Mapping[int, StreamDigest],
-    sums: ChecksumArray,
-    compressed: CompressedChunks | None = None,
-) -> Manifest:
-    """Write all files of a folder except the data files. Nothing is synced.
-
-    Args:
-        plan: The plan of the output.
-        folder: The staging folder, with complete data files.
-        identity: Identity of the output, for the manifest.
-        digests: Digests of all streams, by number.
-        sums: Checksums of all blocks. Unknown ones are computed from the data files.
-        compressed: Locations of compressed chunks. None if the chunks are raw.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        PrepError: The system refused to read or write.
-    """
-    # A kill leaves a staging folder, and the next start writes all of these files again. This call checks the
-    # folders. Each file is opened without following links.
-    check_no_symlinks(folder)
-
-    try:
-        if not sums.all():
-            with Files([folder / output_path(plan, file.path) for file in plan.files]) as written:
-                compute_unknown(sums, chunk_extents(plan.leaves), written)
-        manifest = write_last_files(
-            plan,
-            identity,
-            digests=digests,
-            sums=sums,
-            put=lambda path, content: write_files(folder, {path: content}),
-            copy=partial(_write_small_file, folder),
-            compressed=compressed,
-        )
-        write_no_follow(folder / MANIFEST_FILE, encode_manifest(manifest))
-        return manifest
-    except OSError as error:
-        raise io_error(Path(error.filename or folder), error) from error
 
 
 def write_last_files(
@@ -329,18 +277,25 @@ def _damaged_copy_error(file: SmallFile) -> PrepError:
     return DamagedError(f"{file.copied_from} is damaged", why, GET_AGAIN_HINT)
 
 
-def _write_small_file(folder: Path, path_in_folder: str, file: SmallFile) -> FileRecord:
-    path = folder / path_in_folder
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not file.copied_from:
-        content = file.read_content()
-        write_no_follow(path, content)
-        return _content_record(content)
-    with (
-        open(file.copied_from, "rb", opener=_open_without_links) as source,
-        open(open_no_follow(path, WRITE_FLAGS), "wb") as target,
-    ):
-        shutil.copyfileobj(source, target)
+def write_small_file(file: SmallFile, path: Path) -> FileRecord:
+    """Write a small file of a plan to a path, also one that does not fit in memory. Return its record.
+
+    Raises:
+        PrepError: The file cannot be read or written, or its bytes differ from their record.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not file.copied_from:
+            content = file.read_content()
+            write_no_follow(path, content)
+            return _content_record(content)
+        with (
+            open(file.copied_from, "rb", opener=_open_without_links) as source,
+            open(open_no_follow(path, WRITE_FLAGS), "wb") as target,
+        ):
+            shutil.copyfileobj(source, target)
+    except OSError as error:
+        raise io_error(Path(error.filename or path), error) from error
     # The copy is read back instead of the source, which may change again.
     record = record_file(path)
     if file.xxh3 and record.get("xxh3") != file.xxh3:

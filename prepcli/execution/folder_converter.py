@@ -18,7 +18,7 @@ from prepcli.core.observer import LockedProgress, Progress
 from prepcli.engine.background_sync import StreamPrefix, SyncPoint
 from prepcli.engine.blobs import can_share_reader, open_blobs
 from prepcli.engine.budget import MAX_LANES, count_lanes, make_budget
-from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
+from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder, compute_unknown
 from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import Files, RunReader, missing_nbytes, open_data_files
 from prepcli.engine.pipeline import Pipeline, PipelineUnit, run_pipelines
@@ -32,7 +32,7 @@ from prepcli.execution.data_checks import (
     read_stamps,
     zero_gaps,
 )
-from prepcli.execution.finalize import CompressedChunks, finalize_folder
+from prepcli.execution.finalize import CompressedChunks, write_last_files, write_small_file
 from prepcli.execution.folder_output import FolderOutput, check_free_space, remove_work_folder
 from prepcli.execution.output import (
     DONE_FOLDER,
@@ -46,6 +46,7 @@ from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
     are_files_intact,
+    encode_manifest,
     foreign_output_error,
     read_manifest,
 )
@@ -55,7 +56,7 @@ from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.slabs import min_buffer_nbytes
 from prepcli.planning.work_units import WorkUnit, find_folder_units
-from prepcli.stores.files import io_error
+from prepcli.stores.files import check_no_symlinks, io_error
 
 # A larger unit has a note of its durable part, so that a kill loses about a second of work.
 LARGE_UNIT_NBYTES = 1 << 30
@@ -378,14 +379,23 @@ class FolderConverter(Converter):
             zero_gaps(self.plan, files)
         stamps = read_stamps(files)
         self.check_data(digests)
-        self._manifest = finalize_folder(
+        # A kill leaves an incomplete output, and the next start writes all of these files again. The folders are
+        # checked here. Each file is opened without following links.
+        check_no_symlinks(output.folder)
+        sums = all_checksums(self.num_blocks, notes)
+        if not sums.all():
+            with Files(self.files) as written:
+                compute_unknown(sums, self.extents, written)
+        self._manifest = write_last_files(
             self.plan,
-            output.folder,
-            identity=self.identity,
+            self.identity,
             digests=digests,
-            sums=all_checksums(self.num_blocks, notes),
+            sums=sums,
+            put=output.put,
+            copy=lambda path, file: write_small_file(file, output.folder / path),
             compressed=compressed,
         )
+        output.put(MANIFEST_FILE, encode_manifest(self._manifest))
         # The stamps were read before the check of the data. Equal stamps show that no file has changed since.
         check_unchanged(stamps)
         # Another program may have created the output meanwhile.

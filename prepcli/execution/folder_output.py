@@ -37,6 +37,7 @@ from prepcli.execution.output import (
     other_conversion_error,
 )
 from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.formats.orbax import write_files
 from prepcli.stores.files import (
     MAX_NAME_NBYTES,
     check_not_symlink,
@@ -464,6 +465,13 @@ class FolderOutput:
         return self._read_record(SOURCE_FILE) or {}
 
     # Publication
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write a file of the output. Nothing is synced."""
+        try:
+            write_files(self.folder, {path: content})
+        except OSError as error:
+            raise io_error(Path(error.filename or self.folder), error) from error
 
     def is_published(self) -> bool:
         """Return whether the folder has its final name.

@@ -9,13 +9,16 @@ process are digested on the way. The remaining tensors are divided among the pro
 
 from __future__ import annotations
 
+import base64
+import json
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 import numpy as np
 
@@ -23,33 +26,30 @@ from prepcli.algebra.boxes import Box, intersect, slices, volume
 from prepcli.algebra.grids import ChunkIndex
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import Option, PrepError, text
+from prepcli.core.process_group import ProcessGroup
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.checkpoint_store import HostLeaf, HostLeafReader, HostShard
-from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
+from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.execution.bucket_output import NUM_THREADS
-from prepcli.execution.finalize import write_last_files
-from prepcli.execution.output import WORK_FOLDER
 from prepcli.execution.training_storage import (
-    NOTE_STEM,
+    StepOutput,
     StepSave,
-    exchange_boxes,
     joint_work,
+    note_path,
     step_reader,
-    write_step,
 )
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     RECIPE_FILE,
     RECREATE_HINT,
-    encode_manifest,
     listed_step,
     listed_steps,
 )
-from prepcli.planning.object_files import LeafGroup, ProcessFiles, plan_process_files
-from prepcli.planning.plan import OutputLeaf, Plan
+from prepcli.planning.object_files import LeafBoxes, LeafGroup, ProcessFiles, plan_process_files
+from prepcli.planning.plan import OutputLeaf
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.locate import Access, locate
 from prepcli.sources.opening import open_source
@@ -178,17 +178,13 @@ class BucketStorage:
         if self._lock is not None:
             self._lock.confirm()
 
-    def write_step(self, save: StepSave) -> None:
-        """Write a step.
-
-        After an error, its objects stay invisible, and the next start deletes them.
-
-        Raises:
-            PrepError: One of the processes cannot write its part.
-        """
+    @contextmanager
+    def step_output(self, save: StepSave) -> Iterator[StepOutput]:
+        """Yield where a step is written. After an error its objects stay invisible. See `RunStorage.step_output`."""
         files = self._plan_files(save)
+        save = replace(save, plan=files.plan)
         bucket = self._step_bucket(save.step)
-        write_step(save, BucketStep(save, files, bucket, self._store_files, self._check_lock))
+        yield BucketStep(save, files, bucket, self._store_files, self._check_lock)
         self._known_steps = [*self.steps(refresh=False), save.step]
 
     def _plan_files(self, save: StepSave) -> ProcessFiles:
@@ -250,6 +246,46 @@ class BucketStorage:
             self.store_file(name)
 
 
+def exchange_boxes(
+    group: ProcessGroup, name: str, leaves: Mapping[str, HostLeaf]
+) -> Sequence[LeafBoxes]:
+    """Exchange the boxes of shards with all processes. Return each process's boxes by leaf name.
+
+    Args:
+        group: The processes.
+        name: Start of the names of the exchanges.
+        leaves: Leaves with the shards of this process, by name.
+    """
+    own: dict[str, list[Box]] = {}
+    for leaf_name, leaf in leaves.items():
+        # Most leaves have no shard of a process among thousands.
+        if leaf.shards:
+            own[leaf_name] = [shard.box for shard in leaf.shards]
+    gathered = group.gather(f"{name}-boxes", encode_boxes([own]))
+    # Only process 0 has the texts of all processes after a gather, so that it sends them to the others.
+    collected: list[LeafBoxes] = []
+    for encoded in gathered:
+        collected += decode_boxes(encoded)
+    return decode_boxes(group.broadcast(f"{name}-all-boxes", encode_boxes(collected)))
+
+
+def encode_boxes(processes: Sequence[LeafBoxes]) -> str:
+    """Return the boxes of processes as compressed JSON: the coordination service limits the size of a text."""
+    return base64.b64encode(zlib.compress(json.dumps(processes).encode())).decode()
+
+
+def decode_boxes(encoded: str) -> list[LeafBoxes]:
+    """Return the boxes of processes from `encode_boxes`."""
+    processes: list[LeafBoxes] = []
+    for process in json.loads(zlib.decompress(base64.b64decode(encoded))):
+        leaf_boxes: dict[str, list[Box]] = {}
+        for name, boxes in process.items():
+            # JSON has lists instead of tuples.
+            leaf_boxes[name] = [tuple((first, stop) for first, stop in box) for box in boxes]
+        processes.append(leaf_boxes)
+    return processes
+
+
 def _read_pieces(file: BinaryIO, nbytes: int) -> Iterator[bytes]:
     """Yield the first bytes of a file in pieces."""
     while nbytes and (piece := file.read(min(nbytes, STORED_PIECE_NBYTES))):
@@ -262,34 +298,31 @@ class BucketStep:
     """A step of all processes of a run in a bucket.
 
     Attributes:
-        save: The step, with the shards of this process.
+        save: The step, with the shards of this process. Its plan has a data file for each process.
         files: The data files of all processes.
         bucket: Client of the step's URL.
         store_run_files: Uploads the files of the run. Called before the step becomes visible.
         check_lock: Raises PrepError if another run has taken the URL over. Process 0 calls it.
     """
 
+    num_threads: ClassVar[int] = NUM_THREADS
     save: StepSave
     files: ProcessFiles
     bucket: Bucket
     store_run_files: Callable[[], None]
     check_lock: Callable[[], None]
 
-    @property
-    def plan(self) -> Plan:
-        """The plan of the step, with a data file for each process."""
-        return self.files.plan
-
     def write_own(self, checksums: ChecksumRecorder) -> Mapping[int, StreamDigest]:
         """Upload the chunks of this process. See `StepOutput.write_own`."""
         # Objects are visible at once, but no reader opens a step without its manifest.
-        file = self.plan.files[self.save.group.index]
+        plan = self.save.plan
+        file = plan.files[self.save.group.index]
         digests: dict[int, StreamDigest] = {}
         pieces = self._data_file_pieces(checksums, digests)
         if file.size:
             num_parts = min(MAX_PARTS_IN_FLIGHT, PARTS_NBYTES // part_nbytes(file.size))
             self.bucket.write_pieces(
-                f"{self.plan.item}/{file.path}",
+                f"{plan.item}/{file.path}",
                 pieces,
                 size=file.size,
                 parts_in_flight=max(2, num_parts),
@@ -305,7 +338,7 @@ class BucketStep:
         The leaves are written in groups, and only the shards of one group are in memory at a time.
         """
         index = self.save.group.index
-        leaves = {leaf.name: leaf for leaf in self.files.plan.leaves}
+        leaves = {leaf.name: leaf for leaf in self.save.plan.leaves}
         chunks = self.files.chunks[index]
         stop = 0  # end of the bytes yielded so far
         for group in self.files.groups:
@@ -332,7 +365,7 @@ class BucketStep:
                 leaves.append(replace(leaf, shards=tuple(fetched)))
             else:
                 leaves.append(leaf)
-        plan = self.plan
+        plan = self.save.plan
         streams = {number: replace(plan.streams[number], writes=()) for number in group.streams}
         return step_reader(plan).digest_streams(streams, HostLeafReader(leaves))
 
@@ -346,7 +379,7 @@ class BucketStep:
 
     def open_written(self) -> AbstractContextManager[RunReader]:
         """Open the data files of all processes to read them."""
-        plan = self.plan
+        plan = self.save.plan
         uploaded = {file.path: file for file in self.bucket.list_files()}
         paths = [f"{plan.item}/{planned.path}" for planned in plan.files]
         # A process without chunks has uploaded no file.
@@ -354,46 +387,29 @@ class BucketStep:
         root = StoreListing(self.bucket.name, self.bucket, files).root
         return open_blobs([root / path for path in paths])
 
-    def write_note(self, index: int, content: bytes) -> None:
-        """Upload the note of a process."""
-        self._put(_note_path(index), content)
+    def put(self, path: str, content: bytes) -> object:
+        """Upload a file of the step."""
+        return self.bucket.write_pieces(path, [content], size=len(content))
 
     def take_notes(self, indices: Sequence[int]) -> Sequence[bytes | None]:
-        """Return the notes of processes, and delete them."""
+        """Check the lock of the run. Return the notes of processes, and delete them."""
+        # Another start of the recipe may have taken the lock over. It deletes the objects of
+        # invisible steps, such as this one.
+        self.check_lock()
         if not indices:
             return []
         listed = {file.path: file for file in self.bucket.list_files()}
-        files = [listed[_note_path(index)] for index in indices]
+        files = [listed[note_path(index)] for index in indices]
         contents = map_in_daemon_threads(
             partial(read_all, self.bucket), files, num_threads=NUM_THREADS
         )
         self.bucket.delete_files([file.path for file in files])
         return contents
 
-    def publish(
-        self, identity: dict[str, object], digests: Mapping[int, StreamDigest], sums: ChecksumArray
-    ) -> None:
-        """Upload the index, the settings and the checksums, then the manifest."""
-        # Another start of the recipe may have taken the lock over. It deletes the objects of
-        # invisible steps, such as this one.
+    def complete(self, manifest: bytes) -> None:
+        """Upload the manifest, which makes the step visible."""
         self.check_lock()
-        manifest = write_last_files(
-            self.plan,
-            identity,
-            digests=digests,
-            sums=sums,
-            put=self._put,
-            num_threads=NUM_THREADS,
-        )
-        self.check_lock()
-        publish_content(self.bucket, MANIFEST_FILE, encode_manifest(manifest))
-
-    def _put(self, path: str, content: bytes) -> None:
-        self.bucket.write_pieces(path, [content], size=len(content))
-
-
-def _note_path(index: int) -> str:
-    return f"{WORK_FOLDER}/{NOTE_STEM}-{index}"
+        publish_content(self.bucket, MANIFEST_FILE, manifest)
 
 
 def _fetch_shards(name: str, leaf: HostLeaf) -> Shards:

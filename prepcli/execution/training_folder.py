@@ -1,6 +1,6 @@
-"""A training run in a local folder: `STEP/state/` with `STEP/prep-manifest.json`.
+"""A training run in a folder.
 
-A step is staged as `STEP.partial` and renamed once it is durable. An old step is renamed to `STEP.removed.partial`
+A step is written to `STEP.partial`, and renamed once it is durable. An old step is renamed to `STEP.removed.partial`
 before it is deleted, so a folder called STEP is always complete.
 """
 
@@ -11,18 +11,18 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeafReader, write_shards
-from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
+from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import Files, missing_nbytes, open_data_files
 from prepcli.engine.pipeline import Pipeline
-from prepcli.execution.finalize import finalize_folder
 from prepcli.execution.folder_output import (
     FolderOutput,
     acquire_lock,
@@ -30,16 +30,23 @@ from prepcli.execution.folder_output import (
     lock_in_folder,
     remove_work_folder,
 )
+from prepcli.execution.output import WORK_FOLDER
 from prepcli.execution.training_storage import (
     MEMORY_NBYTES,
-    NOTE_STEM,
+    StepOutput,
     StepSave,
     joint_work,
-    write_step,
+    note_path,
 )
-from prepcli.formats.manifest import RECIPE_FILE, RECREATE_HINT, saved_steps, step_folder
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
+    RECIPE_FILE,
+    RECREATE_HINT,
+    saved_steps,
+    step_folder,
+)
 from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.stores.files import fsync_path, io_error, make_folder, remove_path
+from prepcli.stores.files import check_no_symlinks, fsync_path, io_error, make_folder, remove_path
 
 LOCK = ".lock"
 NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -174,19 +181,16 @@ class FolderStorage:
         self._lock = -1
         self._is_acquired = False
 
-    def write_step(self, save: StepSave) -> None:
-        """Write a step. Remove it if an error occurs.
-
-        Raises:
-            PrepError: One of the processes cannot write its part.
-        """
+    @contextlib.contextmanager
+    def step_output(self, save: StepSave) -> Iterator[StepOutput]:
+        """Yield where a step is written. Remove it after an error. See `RunStorage.step_output`."""
         step = FolderStep(save, step_folder(self.local_folder, save.step))
         self._is_writing = True
         try:
-            write_step(save, step)
+            yield step
         except BaseException:
             if save.group.index == 0:
-                shutil.rmtree(step.store.folder, ignore_errors=True)
+                shutil.rmtree(step.folder, ignore_errors=True)
             raise
         finally:
             self._is_writing = False
@@ -212,7 +216,7 @@ class FolderStorage:
         """Do nothing: the file is in the folder of the run."""
 
 
-class FolderStep:
+class FolderStep(FolderOutput):
     """A step in a folder shared by all processes. The caller holds the lock of the run.
 
     Process 0 creates the data files, and each process writes at the offsets of the plan. The files therefore do not
@@ -220,39 +224,39 @@ class FolderStep:
 
     Attributes:
         save: The step, with the shards of this process.
-        plan: The plan of the step.
-        store: Folder of the step.
     """
 
+    num_threads: ClassVar[int] = 1
+
     def __init__(self, save: StepSave, out: Path) -> None:
+        super().__init__(out)
         self.save = save
-        self.plan = save.plan
-        self.store = FolderOutput(out)
 
     def shared_streams(self) -> Sequence[int]:
         """Return all streams, or none if one process writes the step."""
-        return range(len(self.plan.streams)) if self.save.group.count > 1 else ()
+        return range(len(self.save.plan.streams)) if self.save.group.count > 1 else ()
 
     def write_own(self, checksums: ChecksumRecorder) -> Mapping[int, StreamDigest]:
         """Write the shards of this process. See `StepOutput.write_own`."""
         group = self.save.group
-        folder = self.store.folder
+        plan = self.save.plan
+        folder = self.folder
         with joint_work(group, f"{self.save.name}-created"):
             if group.index == 0:
                 try:
                     remove_path(folder)
-                    self.store.work.mkdir(parents=True)
+                    self.work.mkdir(parents=True)
                 except OSError as error:
                     raise io_error(folder, error) from error
-                check_free_space(folder, missing_nbytes(self.plan, folder))
-                open_data_files(self.plan, folder).close()
-        with open_data_files(self.plan, folder) as sink:
+                check_free_space(folder, missing_nbytes(plan, folder))
+                open_data_files(plan, folder).close()
+        with open_data_files(plan, folder) as sink:
             if group.count > 1:
-                leaves = [(leaf, self.save.leaves[leaf.name]) for leaf in self.plan.leaves]
+                leaves = [(leaf, self.save.leaves[leaf.name]) for leaf in plan.leaves]
                 write_shards(leaves, sink, checksums=checksums)
                 return {}
             outcome = Pipeline(
-                self.plan.streams,
+                plan.streams,
                 HostLeafReader(list(self.save.leaves.values())),
                 sink=sink,
                 budget=make_budget(MEMORY_NBYTES),
@@ -263,26 +267,17 @@ class FolderStep:
 
     def open_written(self) -> Files:
         """Open the data files to read them."""
-        folder = self.store.folder / self.plan.item
-        return Files([folder / file.path for file in self.plan.files])
-
-    def write_note(self, index: int, content: bytes) -> None:
-        """Write the note of a process."""
-        self.store.write(f"{NOTE_STEM}-{index}", content)
+        plan = self.save.plan
+        return Files([self.folder / plan.item / file.path for file in plan.files])
 
     def take_notes(self, indices: Sequence[int]) -> Sequence[bytes | None]:
-        """Return the notes of processes. They are deleted with the state."""
-        return [self.store.read(f"{NOTE_STEM}-{index}") for index in indices]
+        """Check the folder for links. Return the notes of processes. They are deleted with the work folder."""
+        # Files are opened without following links, but another program could have replaced a folder by a link.
+        check_no_symlinks(self.folder)
+        names = [note_path(index).removeprefix(f"{WORK_FOLDER}/") for index in indices]
+        return [self.read(name) for name in names]
 
-    def publish(
-        self, identity: dict[str, object], digests: Mapping[int, StreamDigest], sums: ChecksumArray
-    ) -> None:
-        """Write all other files, and rename the folder."""
-        finalize_folder(
-            self.plan,
-            self.store.folder,
-            identity=identity,
-            digests=digests,
-            sums=sums,
-        )
-        self.store.publish()
+    def complete(self, manifest: bytes) -> None:
+        """Write the manifest, sync all files, and rename the folder."""
+        self.put(MANIFEST_FILE, manifest)
+        self.publish()

@@ -1,46 +1,50 @@
-"""The storage of a training run, a local folder or a prefix of an object store, and the joint work of its processes.
+"""A training run in a folder or a bucket: its storage, and how its processes write a step together.
 
-If the work fails in one process, it fails in all of them.
+The files of a step in `RUN/STEP`, in the order in which they are written:
 
-Each process writes its own shards of a step, and several processes may have shards of one tensor. After all bytes are
-durable, the tensors without a digest are divided among the processes, which read them back. Each process notes its
-digests and checksums, and process 0 publishes the step.
+    .prep/written-I             digests and checksums of process I, for process 0. Not in a complete step
+    state/d/...                 data files: the chunks of the leaves
+    state/manifest.ocdbt        root of the index of the chunks. Its nodes are in one more file `state/d/...`
+    state/_METADATA             leaves of the Orbax item. With `_CHECKPOINT_METADATA` there and in the step
+    state/hf/...                config, tokenizer and other small files of the model
+    prep-checksums.bin          checksum of each block of the data files
+    state/commit_success.txt    marks the item as complete for Orbax
+    prep-manifest.json          digest of each tensor, and record of each other file
+
+A step is complete when `STEP` has a manifest. In a folder, all files are written to `STEP.partial`, synced and renamed.
+A bucket has no rename: the manifest is the last object. An incomplete step is removed by the next start.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
-from prepcli.algebra.boxes import Box
 from prepcli.core.errors import RERUN_HINT, Option, PrepError, text
 from prepcli.core.observer import NullProgress
 from prepcli.core.process_group import ProcessGroup
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeaf
-from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder
+from prepcli.engine.checksum_recorder import ChecksumRecorder, compute_unknown
 from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import RunReader
 from prepcli.execution.data_checks import StreamReader
-from prepcli.execution.output import UnitNote, digest_plan, make_identity
-from prepcli.formats.manifest import RECREATE_HINT
+from prepcli.execution.finalize import write_last_files
+from prepcli.execution.output import WORK_FOLDER, UnitNote, digest_plan, make_identity
+from prepcli.formats.manifest import RECREATE_HINT, encode_manifest
 from prepcli.planning.chunk_placement import chunk_extents
-from prepcli.planning.object_files import LeafBoxes
 from prepcli.planning.plan import Plan
 from prepcli.planning.work_units import divide_streams, subplan
 from prepcli.restore.item_reader import ItemReader
 
 MEMORY_NBYTES = 256 << 20  # budget of a save, without the leaf or shard that is fetched
-NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step is the note of process I
 TOKENS_FOLDER = "data"  # the tokens of the datasets
 
 
@@ -71,7 +75,7 @@ class StepSave:
 class RunStorage(Protocol):
     """Steps and other files of one run.
 
-    A step exists completely or not at all: `write_step` makes it visible last, and `remove_step` hides it first.
+    A step is complete or not there: `write_step` makes it visible last, and `remove_step` hides it first.
     Only process 0 locks the run, removes steps and stores the files that all processes share.
     """
 
@@ -136,12 +140,8 @@ class RunStorage(Protocol):
         """Open a step. See `open_reader`."""
         ...
 
-    def write_step(self, save: StepSave) -> None:
-        """Write a step. It becomes visible once it is complete.
-
-        Raises:
-            PrepError: One of the processes cannot write its part.
-        """
+    def step_output(self, save: StepSave) -> AbstractContextManager[StepOutput]:
+        """Yield where `write_step` writes a step. After an error no reader sees it, and the next start removes it."""
         ...
 
     def remove_step(self, step: int) -> None:
@@ -166,37 +166,37 @@ class RunStorage(Protocol):
 
 
 class StepOutput(Protocol):
-    """Where a step is written."""
+    """Where a step is written: `STEP.partial`, or the objects below the URL of the step."""
+
+    num_threads: ClassVar[int]  # Number of concurrent calls of `put`
 
     @property
-    def plan(self) -> Plan:
-        """The plan of the step, with its data files."""
-        ...
-
-    def shared_streams(self) -> Sequence[int]:
-        """Return the streams without a digest after `write_own`, equal in all processes."""
+    def save(self) -> StepSave:
+        """The step, with the shards of this process, and with the data files of all processes in its plan."""
         ...
 
     def write_own(self, checksums: ChecksumRecorder) -> Mapping[int, StreamDigest]:
         """Write the shards of this process durably. Return the digests of its whole tensors."""
         ...
 
+    def shared_streams(self) -> Sequence[int]:
+        """Return the streams without a digest after `write_own`, equal in all processes."""
+        ...
+
     def open_written(self) -> AbstractContextManager[RunReader]:
         """Open the data files of all processes to read them."""
         ...
 
-    def write_note(self, index: int, content: bytes) -> None:
-        """Write the note of a process."""
+    def put(self, path: str, content: bytes) -> object:
+        """Write a file of the step, given its path in the step."""
         ...
 
     def take_notes(self, indices: Sequence[int]) -> Sequence[bytes | None]:
-        """Return the notes of processes. They are no longer needed."""
+        """Check that nobody else has changed the step. Return the notes of processes, which are no longer needed."""
         ...
 
-    def publish(
-        self, identity: dict[str, object], digests: Mapping[int, StreamDigest], sums: ChecksumArray
-    ) -> None:
-        """Write all other files, and make the step visible."""
+    def complete(self, manifest: bytes) -> None:
+        """Write the manifest, and make the step visible. All other files are written."""
         ...
 
 
@@ -234,56 +234,19 @@ def joint_work(group: ProcessGroup, name: str) -> Iterator[None]:
         raise PrepError(**json.loads(failure))
 
 
-def exchange_boxes(
-    group: ProcessGroup, name: str, leaves: Mapping[str, HostLeaf]
-) -> Sequence[LeafBoxes]:
-    """Exchange the boxes of shards with all processes. Return each process's boxes by leaf name.
-
-    Args:
-        group: The processes.
-        name: Start of the names of the exchanges.
-        leaves: Leaves with the shards of this process, by name.
-    """
-    own: dict[str, list[Box]] = {}
-    for leaf_name, leaf in leaves.items():
-        # Most leaves have no shard of a process among thousands.
-        if leaf.shards:
-            own[leaf_name] = [shard.box for shard in leaf.shards]
-    gathered = group.gather(f"{name}-boxes", encode_boxes([own]))
-    # Only process 0 has the texts of all processes after a gather, so that it sends them to the others.
-    collected: list[LeafBoxes] = []
-    for encoded in gathered:
-        collected += decode_boxes(encoded)
-    return decode_boxes(group.broadcast(f"{name}-all-boxes", encode_boxes(collected)))
-
-
-def encode_boxes(processes: Sequence[LeafBoxes]) -> str:
-    """Return the boxes of processes as compressed JSON: the coordination service limits the size of a text."""
-    return base64.b64encode(zlib.compress(json.dumps(processes).encode())).decode()
-
-
-def decode_boxes(encoded: str) -> list[LeafBoxes]:
-    """Return the boxes of processes from `encode_boxes`."""
-    processes: list[LeafBoxes] = []
-    for process in json.loads(zlib.decompress(base64.b64decode(encoded))):
-        leaf_boxes: dict[str, list[Box]] = {}
-        for name, boxes in process.items():
-            # JSON has lists instead of tuples.
-            leaf_boxes[name] = [tuple((first, stop) for first, stop in box) for box in boxes]
-        processes.append(leaf_boxes)
-    return processes
-
-
 def step_reader(plan: Plan) -> StreamReader:
     """Return the reader of a step's streams, within the memory budget of a save."""
     return StreamReader(plan.streams, make_budget(MEMORY_NBYTES), NullProgress())
 
 
-def write_step(save: StepSave, output: StepOutput) -> None:
+def write_step(output: StepOutput) -> None:
     """Write a step together with the other processes. All of them call this.
 
+    Each process writes its own shards, and several processes may have shards of one tensor. The tensors without a
+    digest are divided among the processes, which read them back. Process 0 collects all digests and checksums, and
+    publishes the step.
+
     Args:
-        save: The step, with the shards of this process.
         output: The step's folder or URL.
 
     Raises:
@@ -292,9 +255,12 @@ def write_step(save: StepSave, output: StepOutput) -> None:
     # Each part begins when all processes have ended the one before: all bytes are durable before they are
     # read back, and process 0 has all notes before it publishes. A kill leaves an invisible step, which
     # the next start removes.
+    save = output.save
+    plan = save.plan
     group = save.group
-    plan = output.plan
-    checksums = ChecksumRecorder(chunk_extents(plan.leaves))
+    extents = chunk_extents(plan.leaves)
+    checksums = ChecksumRecorder(extents)
+    sums = checksums.sums
     with joint_work(group, f"{save.name}-written"):
         digests = dict(output.write_own(checksums))
     with joint_work(group, f"{save.name}-digested"):
@@ -306,9 +272,9 @@ def write_step(save: StepSave, output: StepOutput) -> None:
         if group.index:
             # `sums` has an entry for every block of all files. A note of the known blocks alone is as small
             # as this process's part of the files.
-            blocks = np.flatnonzero(checksums.sums).astype(np.uint64)
-            note = UnitNote(digests, blocks, checksums.sums[blocks.astype(np.int64)])
-            output.write_note(group.index, note.encode(save.name))
+            blocks = np.flatnonzero(sums).astype(np.uint64)
+            note = UnitNote(digests, blocks, sums[blocks.astype(np.int64)])
+            output.put(note_path(group.index), note.encode(save.name))
     with joint_work(group, f"{save.name}-published"):
         if group.index == 0:
             indices = range(1, group.count)
@@ -322,7 +288,24 @@ def write_step(save: StepSave, output: StepOutput) -> None:
                         text(hint, Option("out")),
                     )
                 digests |= other.digests
-                checksums.sums[other.blocks.astype(np.int64)] = other.sums
+                sums[other.blocks.astype(np.int64)] = other.sums
+            if not sums.all():
+                # Parts of these blocks are from several processes.
+                with output.open_written() as written:
+                    compute_unknown(sums, extents, written)
             # The small files are copied from the step before, so that their paths differ after each save.
-            digest = digest_plan(replace(plan, small_files=()))
-            output.publish(make_identity(plan, digest), digests, checksums.sums)
+            plan_digest = digest_plan(replace(plan, small_files=()))
+            manifest = write_last_files(
+                plan,
+                make_identity(plan, plan_digest),
+                digests=digests,
+                sums=sums,
+                put=output.put,
+                num_threads=output.num_threads,
+            )
+            output.complete(encode_manifest(manifest))
+
+
+def note_path(index: int) -> str:
+    """Return the path in an incomplete step of the note of a process: its digests and checksums."""
+    return f"{WORK_FOLDER}/written-{index}"

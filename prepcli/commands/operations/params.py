@@ -154,8 +154,7 @@ def save_params(
     leaves = host_leaves({"params": arrays})
     shapes = {name: LeafSpec(tuple(leaf.shape), leaf.dtype) for name, leaf in leaves.items()}
     plan = _plan_item(shapes, source, located, like=str(like))
-    save = StepSave(0, plan, leaves, SingleProcess())
-    write_step(save, FolderStep(save, folder))
+    write_step(FolderStep(StepSave(0, plan, leaves, SingleProcess()), folder))
     return folder
 
 

@@ -18,7 +18,7 @@ from prepcli.core.errors import PrepError
 from prepcli.core.process_group import ProcessGroup
 from prepcli.engine.budget import make_budget
 from prepcli.engine.checkpoint_store import HostLeaf, HostShard, LeafSpec
-from prepcli.execution import training_bucket
+from prepcli.execution import training_bucket, training_storage
 from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.execution.training_bucket import BucketStorage
 from prepcli.execution.training_storage import MEMORY_NBYTES
@@ -198,13 +198,13 @@ def test_a_take_over_during_a_save_leaves_no_damaged_step(
     place, new = make_run(), make_run()
     old = CheckpointManager(place, init, name="tuned", keep=1)
     old.save(1, host_leaves(state), {})
-    write = training_bucket.write_last_files
+    write = training_storage.write_last_files
 
     def take_over(*args: Any, **options: Any) -> Manifest:
         new.acquire(lambda text: None)
         return write(*args, **options)
 
-    monkeypatch.setattr(training_bucket, "write_last_files", take_over)
+    monkeypatch.setattr(training_storage, "write_last_files", take_over)
     with pytest.raises(PrepError, match="was taken over"):
         old.save(2, host_leaves(state), {})
     old.close()

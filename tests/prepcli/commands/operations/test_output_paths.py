@@ -86,15 +86,16 @@ def test_foreign_output_is_never_replaced(capsys, tmp_path: Path, kind: str):
 def test_foreign_output_created_late_is_not_replaced(capsys, monkeypatch):
     make_checkpoint(Path("m"))
     assert main(["save-init", "./m", "--out", "whole", "-q"]) == 0
-    original = folder_converter.finalize_folder
+    original = folder_converter.write_last_files
 
-    def finalize_and_create_output(*args: Any, **options: Any) -> None:
-        original(*args, **options)
+    def write_and_create_output(*args: Any, **options: Any) -> Manifest:
+        manifest = original(*args, **options)
         Path("out").mkdir()
         Path("out/thesis.tex").write_text("years of work")
+        return manifest
 
     with monkeypatch.context() as patched:
-        patched.setattr(folder_converter, "finalize_folder", finalize_and_create_output)
+        patched.setattr(folder_converter, "write_last_files", write_and_create_output)
         assert main(["save-init", "./m", "--out", "out", "--overwrite", "-q"]) == 1
     assert "error: out exists and is something else" in capsys.readouterr().err
     assert read_files(Path("out")) == {"thesis.tex": b"years of work"}
@@ -152,7 +153,7 @@ def test_unfinished_output_stays_when_another_command_publishes(
 ):
     make_checkpoint(Path("m"))
     with monkeypatch.context() as patches:
-        patches.setattr(folder_converter, "finalize_folder", fail)
+        patches.setattr(folder_converter, "write_last_files", fail)
         assert main(["save-init", "./m", "--out", "out", "-q"]) == 1
     kept = read_files(Path("out.partial"))
     make_checkpoint(Path("other"))
@@ -251,14 +252,14 @@ def test_hub_cache_converts_with_its_links():
 def test_link_created_after_planning_is_rejected(monkeypatch: MonkeyPatch, capsys):
     from prepcli.execution import folder_converter
 
-    original = folder_converter.finalize_folder
+    original = folder_converter.write_last_files
 
-    def replace_file_by_link(*args: Any, **options: Any) -> None:
+    def replace_file_by_link(*args: Any, **options: Any) -> Manifest:
         Path("m/tokenizer_config.json").unlink()
         Path("m/tokenizer_config.json").symlink_to("../secret")
-        original(*args, **options)
+        return original(*args, **options)
 
-    monkeypatch.setattr(folder_converter, "finalize_folder", replace_file_by_link)
+    monkeypatch.setattr(folder_converter, "write_last_files", replace_file_by_link)
     err = run_failing(capsys, 1, "pad-vocab", "./m", "--multiple", "8", "--out", "out")
     assert "tokenizer_config.json" in err
     assert not Path("out").exists()

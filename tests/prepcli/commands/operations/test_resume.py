@@ -21,7 +21,8 @@ from prepcli.engine import pipeline
 from prepcli.engine.budget import Budget
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import ConversionResult, Pipeline
-from prepcli.execution import converter, finalize, folder_converter
+from prepcli.execution import converter, folder_converter
+from prepcli.execution.folder_output import FolderOutput
 from prepcli.execution.output import decode_record, encode_record
 from prepcli.planning import work_units
 from tests.helpers.damage import flip_bit, largest_file, tensor_byte_ranges
@@ -144,7 +145,7 @@ def test_resume_clears_gaps_between_tensors(sources: FaultSources, monkeypatch):
 def test_resume_writes_only_the_damaged_tensors(sources: FaultSources, capsys, monkeypatch):
     total = sum(map(len, sources.expected(COMMANDS["pad-vocab"]).values()))
     with monkeypatch.context() as patched:
-        patched.setattr(folder_converter, "finalize_folder", kill)
+        patched.setattr(folder_converter, "write_last_files", kill)
         with pytest.raises(Killed):
             run("pad-vocab", "-q")
     path = max(Path("out.partial").glob("*.safetensors"), key=lambda path: path.stat().st_size)
@@ -294,7 +295,7 @@ def test_resume_compares_a_source_with_restored_time(capsys, monkeypatch):
 def test_checksums_are_of_the_source_that_was_read_last(capsys, monkeypatch):
     """A block has the rows of a vocabulary and its padding. The rows change between two runs, the padding does not."""
     with monkeypatch.context() as patched:
-        patched.setattr(folder_converter, "finalize_folder", kill)
+        patched.setattr(folder_converter, "write_last_files", kill)
         with pytest.raises(Killed):
             run("save-init", "-q")
     for path in Path("model").glob("*.safetensors"):
@@ -336,15 +337,16 @@ def test_output_truncated_while_written_is_an_error(
     assert read_files(Path("out")) == expected
 
 
-@pytest.mark.parametrize("step", ["check_data_files", "finalize_folder"])
+@pytest.mark.parametrize("step", ["check_data_files", "write_last_files"])
 def test_output_change_while_publishing_is_an_error(
     sources: FaultSources, capsys, monkeypatch, step: str
 ):
     expected, real_step = sources.expected(COMMANDS["save-init"]), getattr(folder_converter, step)
 
-    def change(*args, **options) -> None:
-        real_step(*args, **options)
+    def change(*args, **options) -> object:
+        result = real_step(*args, **options)
         flip_bit(largest_file(Path("out.partial/d")), 10)
+        return result
 
     with monkeypatch.context() as patched:
         patched.setattr(folder_converter, step, change)
@@ -357,7 +359,7 @@ def test_output_change_while_publishing_is_an_error(
 def test_compressed_chunks_are_read_back(sources: FaultSources, monkeypatch):
     expected = sources.expected(COMMANDS["compress"])
     with monkeypatch.context() as patched:
-        patched.setattr(finalize, "write_files", kill)
+        patched.setattr(FolderOutput, "put", kill)
         with pytest.raises(Killed):
             run("compress")
     for path in Path("out.partial/d").iterdir():

@@ -329,7 +329,7 @@ def test_killed_export_with_a_scale_resumes():
     """The notes have the digests of values before and after the scale."""
     tensors = make_checkpoint(Path("model"), ROUNDED, "bfloat16")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder_converter, "finalize_folder", interrupt)
+        patch.setattr(folder_converter, "write_last_files", interrupt)
         with pytest.raises(KeyboardInterrupt):
             prep.export("./model", "out", layout="maxtext")
     run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
