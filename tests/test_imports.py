@@ -222,7 +222,7 @@ ENVIRONMENT = {"environ", "getenv"}
 # Loading a recipe expands `${NAME}` in paths. A run reads the retries of requests and the variables of launchers.
 READS_ENVIRONMENT = {
     "trainer.recipe.loading",
-    *(f"trainer.run.{name}" for name in ("run", "storage")),
+    *(f"trainer.run.{name}" for name in ("exports", "run", "storage")),
 }
 # Modules with settings under JAX's names, or with the devices of a mesh.
 NAMES_PROCESSES = {

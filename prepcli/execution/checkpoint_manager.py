@@ -464,7 +464,7 @@ class StepExports:
         self,
         every: int,
         *,
-        export: Callable[[int], None],
+        export: Callable[[int], object],
         warn: Callable[[str], None],
         say: Callable[[str], None] = lambda text: None,
     ) -> None:

@@ -28,6 +28,7 @@ from prepcli.models.attention_kernels import ANY_ACCELERATOR, CPU
 from prepcli.models.lora import Adapters, num_features, rank_axis
 from prepcli.models.param_tree import ParamLeaf
 from prepcli.planning.tensors import itemsize
+from prepcli.stores.addresses import is_url, parse_url
 from trainer.data.dataset_layout import eval_selection, train_selection
 from trainer.data.files import EmptyFileError, check_not_empty, check_readable
 from trainer.data.find_files import (
@@ -51,6 +52,7 @@ from trainer.recipe import Recipe
 from trainer.recipe.conflicts import check_model_fit
 from trainer.recipe.data_table import Data, split_sources
 from trainer.recipe.text_fields import CONCATENATED
+from trainer.run.exports import EXPORTS_FOLDER
 from trainer.run.resume import (
     cast_warning,
     check_continued_start,
@@ -61,6 +63,7 @@ from trainer.run.resume import (
 from trainer.run.run import Run
 
 if TYPE_CHECKING:
+    from prepcli.execution.training_storage import RunStorage
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import ModelSpec
     from trainer.run.start import StartCheckpoint
@@ -148,6 +151,46 @@ def check_overrides(start: StartCheckpoint, model: ModelSpec) -> None:
         if spec.shape != leaf.shape:
             why = f"it is {list(spec.shape)} in the checkpoint, the model would have {list(leaf.shape)}"
             raise usage_error(text("{} changes the shape of {}", key, path), why, hint)
+
+
+def check_restart_source(start: StartCheckpoint, storage: RunStorage, recipe: Recipe) -> None:
+    """Raise UsageError if the recipe names a step or an export of the run, and a restart would delete it."""
+    model = recipe.model.path
+    root = start.model_root
+    if isinstance(root, Path):
+        # The step that has the parameters, if `model.path` is a run
+        model = str(root)
+    sources = {
+        "model.path": model,
+        "model.config": recipe.model.config,
+        "lora.path": recipe.lora.path,
+        "data.tokenizer": recipe.data.tokenizer,
+    }
+    for key, source in sources.items():
+        if source is None:
+            continue
+        if deleted := _deleted_folder(source, storage):
+            why = text("the run starts from it: it is the recipe's {}", Key(key))
+            what = text("{} would delete {}", Option("restart", True), deleted)
+            raise usage_error(what, why, text("use another {}", Key("name")))
+
+
+def _deleted_folder(source: str, storage: RunStorage) -> str:
+    """Return the path or URL of the step or exports above a path or URL. Empty if a restart keeps the path."""
+    if is_url(source):
+        # The slash keeps `gs://b/run2` from counting as below `gs://b/run`.
+        if f"{parse_url(source)}/".startswith(f"{storage.name}/"):
+            return source
+        return ""
+    # The exports of a run in a bucket are on this machine too.
+    folders = [str(storage.local_folder / EXPORTS_FOLDER)]
+    if storage.is_on_disk:
+        folders += map(storage.step_name, storage.steps())
+    path = Path(source).expanduser().resolve()
+    for folder in folders:
+        if path.is_relative_to(Path(folder).resolve()):
+            return folder
+    return ""
 
 
 def _check_seq_length(data: Data, arch_config: ArchConfig) -> None:

@@ -1,4 +1,4 @@
-"""The logs of a run: files of metrics and generated texts, TensorBoard and W&B."""
+"""The logs and other files of a run: metrics and generated texts, TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import csv
 import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prepcli.core.errors import Key, PrepError, text, usage_error
 from prepcli.execution.training_storage import RunStorage
-from prepcli.stores.files import ACCESS_HINT, io_error, open_regular_file, read_regular_file
+from prepcli.stores.files import (
+    ACCESS_HINT,
+    io_error,
+    open_regular_file,
+    read_regular_file,
+    write_file,
+)
 from trainer.run.run import Run
 from trainer.run.run_record import SAMPLES_FILE
-from trainer.run.storage import store_at_end, write_run_file
 from trainer.training.metrics import (
     METRICS_FILE,
     FileLog,
@@ -402,8 +407,32 @@ def _keep(run: Run, log: RunLog, stack: ExitStack) -> RunLog:
     stack.push(lambda kind, *_: log.close(has_failed=kind is not None))
     if isinstance(log, FileLog):
         run.storage.store_file(log.path.name)
-        stack.enter_context(store_at_end(run.storage, log.path.name))
+        stack.enter_context(_store_at_end(run.storage, log.path.name))
     return log
+
+
+@contextmanager
+def _store_at_end(storage: RunStorage, name: str) -> Iterator[None]:
+    """Store a file of the run at the end. After another error, ignore errors of the store."""
+    try:
+        yield
+    except BaseException:
+        # The error of the block is the one to report, and not a failed upload after it.
+        with suppress(PrepError):
+            storage.store_file(name)
+        raise
+    storage.store_file(name)
+
+
+def write_run_file(run: Run, name: str, text: str) -> None:
+    """Replace a file of a run and store it. Raise PrepError if it cannot be written."""
+    path = run.folder / name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, text.encode())
+    except OSError as error:
+        raise io_error(path, error) from error
+    run.storage.store_file(name)
 
 
 def make_folder(run: Run) -> None:

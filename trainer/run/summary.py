@@ -30,9 +30,9 @@ from trainer.data.sample_text import counts_table, sample_line
 from trainer.data.seq2seq import Seq2SeqDataset
 from trainer.data.store import MappedTokens
 from trainer.recipe.description import data_lines, evaluation_text, schedule_text
+from trainer.run.logs import write_run_file
 from trainer.run.run import Run
 from trainer.run.run_record import ENVIRONMENT_FILE
-from trainer.run.storage import write_run_file
 
 if TYPE_CHECKING:
     from prepcli.models.param_tree import ParamLeaf

@@ -7,35 +7,57 @@ schedules count steps from 0.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from prepcli.core.errors import Command, Key, UsageError, text
+from prepcli.core.errors import (
+    INTERRUPTED,
+    RESUME_HINT,
+    STOPPED,
+    Command,
+    Key,
+    PrepError,
+    UsageError,
+    text,
+)
 from prepcli.core.observer import RunObserver
 from prepcli.core.unexpected import label_errors
 from prepcli.engine.budget import free_memory
 from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule, StepExports
 from prepcli.execution.signals import (
+    exit_with_report,
     note_durable_work,
     raise_on_signal,
     raise_stop,
     remember_signal,
 )
-from prepcli.execution.training_storage import RunStorage, joint_work
+from prepcli.execution.training_storage import TOKENS_FOLDER, RunStorage, joint_work
 from prepcli.formats.manifest import RECIPE_FILE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.locate import make_access
 from trainer.data.find_files import DataFinder
+from trainer.data.store import has_shard, is_complete
 from trainer.recipe import LoadedRecipe, recipe_to_toml
 from trainer.run.checks import (
     check_config,
     check_devices,
     check_inputs,
+    check_restart_source,
 )
 from trainer.run.display import open_display
-from trainer.run.logs import check_logs, open_logs
+from trainer.run.exports import (
+    check_repository,
+    describe_missing_exports,
+    make_missing_exports,
+    push_last_step,
+    remove_exports,
+    step_exports,
+)
+from trainer.run.logs import check_logs, open_logs, write_run_file
 from trainer.run.prepare import configure, load_state, with_base_facts
 from trainer.run.resume import (
     find_lowest_cost,
@@ -59,20 +81,9 @@ from trainer.run.start import (
 )
 from trainer.run.storage import (
     check_last_step,
-    check_repository,
-    check_restart_source,
     check_shared_folder,
-    describe_missing_exports,
-    describe_saved_progress,
     hold_run,
-    make_missing_exports,
     open_run_storage,
-    push_last_step,
-    quit_run,
-    remove_exports,
-    step_exports,
-    stopped_error,
-    write_run_file,
 )
 from trainer.run.summary import write_environment
 from trainer.training.metrics import RunLog
@@ -495,3 +506,63 @@ def make_result(
         process=process_number(run.group),
         **fields,
     )
+
+
+def quit_run(run: Run) -> NoReturn:
+    """Report a second Ctrl-C, and end the process without the steps since the last saved one."""
+
+    def report() -> int:
+        why = describe_saved_progress(run.storage)
+        error = PrepError("interrupted", why, RESUME_HINT, INTERRUPTED)
+        return run.observer.show_final_error(error)
+
+    exit_with_report(report)
+
+
+def stopped_error(run: Run, reason: str, *, step: int, steps: int) -> PrepError:
+    """Return the error of a run stopped before its end.
+
+    Args:
+        run: The run.
+        reason: The name of a signal, or a text.
+        step: The last step taken.
+        steps: Number of the last step of the run.
+    """
+    why = "no step was completed"
+    if run.storage.steps(refresh=False):
+        why = f"step {step} is saved"
+    if missing := describe_missing_exports(run, steps):
+        why = f"{why}; {missing}"
+    # 75 asks a launcher to start the job again. After Ctrl-C, the user does not want a restart.
+    if reason == signal.Signals.SIGINT.name:
+        return PrepError("interrupted", why, RESUME_HINT, INTERRUPTED)
+    # Other reasons than signals are texts, e.g. the limit of `stop_after`.
+    form = "stopped by {}" if reason.startswith("SIG") else "stopped: {}"
+    return PrepError(text(form, reason), why, RESUME_HINT, STOPPED)
+
+
+def describe_saved_progress(storage: RunStorage) -> str:
+    """Describe what the next start of a run continues from.
+
+    Empty without steps and tokens. For example `kept in runs/a: step 40, the tokens`, or for a bucket
+    `kept in gs://b/a: step 40; kept in runs/gs/b/a: the tokens`.
+    """
+    kept: dict[str, list[str]] = {storage.name: []}
+    steps = storage.steps(refresh=False)
+    if steps:
+        kept[storage.name].append(f"step {steps[-1]}")
+    tokens = _describe_tokens(storage.local_folder / TOKENS_FOLDER)
+    if tokens:
+        kept.setdefault(str(storage.local_folder), []).append(tokens)
+    texts = [f"kept in {where}: {', '.join(names)}" for where, names in kept.items() if names]
+    return "; ".join(texts)
+
+
+def _describe_tokens(folder: Path) -> str:
+    """Describe the tokens in a folder: all, a part of them after a kill, or none (empty)."""
+    stores = [path for path in folder.glob("*") if path.is_dir()]
+    if any(map(is_complete, stores)):
+        return "the tokens"
+    if any(map(has_shard, stores)):
+        return "a part of the tokens"
+    return ""

@@ -35,7 +35,7 @@ from tests.helpers.train_runs import (
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from tests.helpers.waiting import MAX_S
 from trainer.run.recipe_data import tokenize_progress
-from trainer.run.storage import describe_saved_progress
+from trainer.run.train import describe_saved_progress
 from trainer.training.metrics import METRICS_FILE
 
 BLOCKWISE_ON_TWO_DEVICES = (

@@ -30,8 +30,8 @@ from tests.helpers.hub_server import hub_environment
 from tests.helpers.push_server import TOKEN, serve_push_hub
 from tests.helpers.run_cli import error_lines, run_failing, run_json, run_ok
 from tests.helpers.train_runs import read_losses, set_keys, start_train, wait_for_step
+from trainer.run.exports import EXPORTS_FOLDER, remove_exports
 from trainer.run.run_record import ENVIRONMENT_FILE, SAMPLES_FILE, read_run
-from trainer.run.storage import EXPORTS_FOLDER, remove_exports
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 # `prep train`: the steps that remain, the best step, checkpoints in other dtypes, exports, the hub and profiles.

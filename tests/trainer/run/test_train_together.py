@@ -34,6 +34,7 @@ from trainer.distributed import agreement
 from trainer.distributed.watchdog import JobEnd
 from trainer.recipe import load_recipe
 from trainer.recipe.tables import Cluster
+from trainer.run.logs import write_run_file
 from trainer.run.resume import changed_keys
 from trainer.run.run import (
     TrainSettings,
@@ -43,7 +44,6 @@ from trainer.run.run import (
     connect_processes,
     run_together,
 )
-from trainer.run.storage import write_run_file
 
 # `prep train` in two processes: all end together, whatever happens to one of them, and a restart continues exactly.
 
