@@ -1,4 +1,6 @@
-"""Blobs: byte sequences other than plain local files, e.g. remote files and values computed from stored arrays.
+"""Bytes other than those of plain local files: of blobs, and of leaves in host memory.
+
+A blob is a byte sequence such as a remote file, or values computed from stored arrays.
 
 `DerivedArrays` is the blob of all computed values: decoded chunks, decoded weights, and arrays in another order. Its
 operations compute blocks, and every reader of an opened list of blobs keeps its blocks in one cache with one limit.
@@ -12,7 +14,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
-from prepcli.algebra.boxes import Range
+from prepcli.algebra.boxes import Box, Range, full_box, slices
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.formatting import format_bytes
 from prepcli.engine.files import PAGE, Files
@@ -461,3 +463,131 @@ class FilesAndBlobs(ClosedAfterBlock):
 def _with_file_number(copy: StridedCopy, number: int) -> StridedCopy:
     """Return the same copy in another file."""
     return StridedCopy(copy.tensor_offset, number, copy.file_offset, copy.width, copy.dims)
+
+
+@dataclass(frozen=True, slots=True)
+class HostShard:
+    """A part of a leaf to be saved.
+
+    Attributes:
+        box: Index range of the shard in the leaf, (start, stop) per axis.
+        fetch: Returns a copy on the host, in C order. Later training steps do not change it.
+            Called once at most.
+    """
+
+    box: Box
+    fetch: Callable[[], np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class HostLeaf:
+    """A leaf to be saved.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        shards: The parts that this process saves. The shards of all processes cover every element
+            once.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    shards: tuple[HostShard, ...]
+
+    @classmethod
+    def whole(
+        cls, shape: tuple[int, ...], dtype: str, *, fetch: Callable[[], np.ndarray]
+    ) -> HostLeaf:
+        """Return a leaf that this process saves as one shard."""
+        return cls(shape, dtype, (HostShard(tuple((0, extent) for extent in shape), fetch),))
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements in the shards of this process."""
+        total = 0
+        for shard in self.shards:
+            total += math.prod(stop - start for start, stop in shard.box)
+        return total
+
+    def fetch(self) -> np.ndarray:
+        """Copy the whole leaf to the host. Its shards must cover it."""
+        # One process without splits has one shard. It is returned as it is, without a second copy.
+        first, *others = self.shards
+        values = first.fetch()
+        if not others:
+            return values
+        whole = full_box(self.shape)
+        leaf = np.empty(self.shape, values.dtype)
+        leaf[slices(first.box, whole)] = values
+        for shard in others:
+            leaf[slices(shard.box, whole)] = shard.fetch()
+        return leaf
+
+    def on_host(self) -> HostLeaf:
+        """Fetch all shards to host memory. Each fetched array can be read only once, to free its memory early."""
+        # `pop` returns the array and drops the reference to it. A function that keeps the reference
+        # would hold all arrays in host memory until the whole save is complete.
+        shards = tuple(HostShard(shard.box, [shard.fetch()].pop) for shard in self.shards)
+        return HostLeaf(self.shape, self.dtype, shards)
+
+
+def fetch_shard(name: str, dtype: str, shard: HostShard) -> np.ndarray:
+    """Fetch a shard of a leaf. Raise ValueError if it has another shape than its box, or another dtype."""
+    # A wrong shape would shift all bytes behind it in the file.
+    values = shard.fetch()
+    shape = tuple(stop - start for start, stop in shard.box)
+    if values.shape != shape or values.dtype != numpy_dtype(dtype):
+        raise ValueError(
+            f"a shard of {name} was fetched as {values.shape} {values.dtype}, not {shape}"
+        )
+    return values
+
+
+class HostLeafReader:
+    """A reader of leaves in host memory.
+
+    A copy's file number is the number of a leaf, its file offset counts bytes of the leaf in C order. A leaf is fetched
+    when its first byte is read, and released after its last byte. Every byte must be read exactly once.
+    """
+
+    def __init__(self, leaves: Sequence[HostLeaf]) -> None:
+        self._leaves = leaves
+        self._fetched: dict[int, ByteArray] = {}
+        self._read_nbytes = [0] * len(leaves)
+
+    def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
+        """Read one run. See `RunReader.read_run`."""
+        page_offset = copy.file_offset % PAGE
+        return self.read_runs((copy,), into[page_offset:])
+
+    def read_runs(self, copies: Sequence[StridedCopy], into: ByteArray) -> ByteArray:
+        """Read the runs of all copies. See `RunReader.read_runs`."""
+        filled = 0
+        for copy in copies:
+            data = self._leaf_bytes(copy.file)
+            # NumPy copies all runs in one assignment of a view. E.g. the view of 3 runs of 8 bytes, 100 bytes
+            # apart, has the shape (3, 8) and the strides (100, 1).
+            counts, steps = zip(*copy.repeats, (copy.run_nbytes, 1))
+            runs = np.lib.stride_tricks.as_strided(
+                data[copy.file_offset :], counts, steps, writeable=False
+            )
+            into[filled : filled + copy.nbytes].reshape(counts)[...] = runs
+            filled += copy.nbytes
+            self._read_nbytes[copy.file] += copy.nbytes
+            if self._read_nbytes[copy.file] == data.size:
+                del self._fetched[copy.file]
+        return into[:filled]
+
+    def _leaf_bytes(self, number: int) -> ByteArray:
+        """Return the bytes of a leaf. Fetch it if necessary."""
+        if number not in self._fetched:
+            leaf = self._leaves[number]
+            array = np.ascontiguousarray(leaf.fetch())
+            # `ascontiguousarray` makes a 0-d array 1-d
+            expected = (leaf.shape or (1,), numpy_dtype(leaf.dtype))
+            if array.size and (array.shape, array.dtype) != expected:
+                raise ValueError(
+                    f"a leaf of {leaf.shape} {leaf.dtype} was fetched as {array.shape} {array.dtype}"
+                )
+            self._fetched[number] = array.reshape(-1).view(np.uint8)
+        return self._fetched[number]

@@ -19,8 +19,8 @@ from typing import Literal
 from prepcli.core.errors import PrepError
 from prepcli.core.process_group import ProcessGroup, SingleProcess
 from prepcli.core.unexpected import as_prep_error
+from prepcli.engine.blobs import HostLeaf
 from prepcli.engine.budget import make_budget
-from prepcli.engine.checkpoint_store import HostLeaf, LeafSpec, PendingSave
 from prepcli.execution.training_folder import FolderStorage
 from prepcli.execution.training_storage import (
     MEMORY_NBYTES,
@@ -43,7 +43,7 @@ from prepcli.formats.manifest import (
 from prepcli.models.partition import MIN_SPLIT_NBYTES
 from prepcli.planning.manifest_fields import PREP_KEYS, Manifest
 from prepcli.planning.plan import Plan, SmallFile
-from prepcli.planning.tensors import itemsize
+from prepcli.planning.tensors import LeafSpec, itemsize
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.side_files import find_side_files
 from prepcli.sources.source import HF_FOLDER
@@ -217,7 +217,7 @@ class CheckpointManager:
 
     def start_save(
         self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, object]
-    ) -> PendingSave:
+    ) -> BackgroundSave | FinishedSave:
         """Copy the leaves to host memory, and save them in the background.
 
         If less than twice the memory of the copy is free, the step is saved before the return instead, and each leaf
@@ -414,7 +414,7 @@ def removable_steps(
 
 @dataclass(frozen=True, slots=True)
 class FinishedSave:
-    """A complete PendingSave. It took `seconds`."""
+    """A save that is complete. It took `seconds`."""
 
     seconds: float
     is_done = True
@@ -425,7 +425,7 @@ class FinishedSave:
 
 
 class BackgroundSave:
-    """A PendingSave in its own thread. A process that ends by an error does not wait for it."""
+    """A save in its own thread. A process that ends by an error does not wait for it."""
 
     def __init__(self, save: Callable[[], None]) -> None:
         """Start the thread."""

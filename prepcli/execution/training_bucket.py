@@ -27,8 +27,7 @@ from prepcli.algebra.grids import ChunkIndex
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.process_group import ProcessGroup
-from prepcli.engine.blobs import open_blobs
-from prepcli.engine.checkpoint_store import HostLeaf, HostLeafReader, HostShard
+from prepcli.engine.blobs import HostLeaf, HostLeafReader, HostShard, fetch_shard, open_blobs
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import RunReader
@@ -342,7 +341,12 @@ class BucketStep:
         chunks = self.files.chunks[index]
         stop = 0  # end of the bytes yielded so far
         for group in self.files.groups:
-            shards = {name: _fetch_shards(name, self.save.leaves[name]) for name in group.leaves}
+            shards: dict[str, Shards] = {}
+            for name in group.leaves:
+                shards[name] = []
+                for shard in self.save.leaves[name].shards:
+                    values = fetch_shard(name, leaves[name].dtype, shard)
+                    shards[name].append((shard.box, values))
             for name in group.leaves:
                 for chunk_index, offset in chunks.get(name, ()):
                     data = _chunk_bytes(leaves[name], chunk_index, shards[name])
@@ -410,24 +414,6 @@ class BucketStep:
         """Upload the manifest, which makes the step visible."""
         self.check_lock()
         publish_content(self.bucket, MANIFEST_FILE, manifest)
-
-
-def _fetch_shards(name: str, leaf: HostLeaf) -> Shards:
-    """Fetch the shards of a leaf from its device to host memory.
-
-    Raise ValueError if the shape of a shard is not the shape of its box, or its dtype is not the leaf's.
-    """
-    # A fetch copies from the device. A wrong shape would shift all bytes behind it in the file.
-    shards: Shards = []
-    for shard in leaf.shards:
-        shards.append((shard.box, shard.fetch()))
-    for box, values in shards:
-        shape = tuple(stop - start for start, stop in box)
-        if values.shape != shape or values.dtype != numpy_dtype(leaf.dtype):
-            raise ValueError(
-                f"a shard of {name} was fetched as {values.shape} {values.dtype}, not {shape}"
-            )
-    return shards
 
 
 def _chunk_bytes(leaf: OutputLeaf, index: ChunkIndex, shards: Shards) -> ByteArray:

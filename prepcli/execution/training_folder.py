@@ -11,17 +11,19 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from prepcli.algebra.boxes import slices
+from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.observer import NullProgress
+from prepcli.engine.blobs import HostLeaf, HostLeafReader, HostShard, fetch_shard
 from prepcli.engine.budget import make_budget
-from prepcli.engine.checkpoint_store import HostLeafReader, write_shards
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.digest import StreamDigest
-from prepcli.engine.files import Files, missing_nbytes, open_data_files
+from prepcli.engine.files import PAGE, Files, missing_nbytes, open_data_files
 from prepcli.engine.pipeline import Pipeline
 from prepcli.execution.folder_output import (
     FolderOutput,
@@ -45,10 +47,15 @@ from prepcli.formats.manifest import (
     saved_steps,
     step_folder,
 )
+from prepcli.planning.chunk_placement import shard_copies
+from prepcli.planning.plan import OutputLeaf
 from prepcli.restore.item_reader import ItemReader, open_reader
+from prepcli.stores.buffers import ByteArray, allocate_buffer
 from prepcli.stores.files import check_no_symlinks, fsync_path, io_error, make_folder, remove_path
 
 LOCK = ".lock"
+# A sync between shards bounds the dirty pages in the page cache, which count as memory of the job.
+MAX_UNSYNCED_NBYTES = 256 << 20
 NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 LEFTOVER_NAME = re.compile(r"(0|[1-9][0-9]*)(\.removed)?\.partial")
 
@@ -253,7 +260,7 @@ class FolderStep(FolderOutput):
         with open_data_files(plan, folder) as sink:
             if group.count > 1:
                 leaves = [(leaf, self.save.leaves[leaf.name]) for leaf in plan.leaves]
-                write_shards(leaves, sink, checksums=checksums)
+                _write_shards(leaves, sink, checksums=checksums)
                 return {}
             outcome = Pipeline(
                 plan.streams,
@@ -281,3 +288,37 @@ class FolderStep(FolderOutput):
         """Write the manifest, sync all files, and rename the folder."""
         self.put(MANIFEST_FILE, manifest)
         self.publish()
+
+
+def _write_shards(
+    leaves: Iterable[tuple[OutputLeaf, HostLeaf]],
+    sink: Files,
+    *,
+    checksums: ChecksumRecorder,
+) -> None:
+    """Write the shards of leaves durably. Host memory holds one more shard and a copy of one chunk."""
+    unsynced_nbytes = 0
+    for output_leaf, leaf in leaves:
+        for shard in leaf.shards:
+            for copy, data in _chunk_data(output_leaf, shard):
+                checksums.record((copy,), data)
+                sink.write((copy,), data)
+                unsynced_nbytes += data.size
+                if unsynced_nbytes >= MAX_UNSYNCED_NBYTES:
+                    sink.sync()
+                    unsynced_nbytes = 0
+    sink.sync()
+
+
+def _chunk_data(leaf: OutputLeaf, shard: HostShard) -> Iterator[tuple[StridedCopy, ByteArray]]:
+    """Yield the copy to each chunk and its bytes, with the page offset of the file as direct I/O needs it."""
+    values = fetch_shard(leaf.name, leaf.dtype, shard)
+    # A shard may cover parts of chunks, e.g. where shards are smaller than the least chunk. The copies
+    # of two shards of one chunk then write disjoint bytes of it.
+    buffer = allocate_buffer(min(values.nbytes, leaf.chunk_nbytes) + 2 * PAGE)
+    for part, copy in shard_copies(leaf, shard.box):
+        page_offset = copy.file_offset % PAGE
+        data = buffer[page_offset : page_offset + copy.nbytes]
+        piece = values[slices(part, shard.box)]
+        data.view(values.dtype).reshape(piece.shape)[...] = piece
+        yield copy, data

@@ -30,8 +30,8 @@ import numpy as np
 from prepcli.core.errors import RERUN_HINT, Option, PrepError, text
 from prepcli.core.observer import NullProgress
 from prepcli.core.process_group import ProcessGroup
+from prepcli.engine.blobs import HostLeaf
 from prepcli.engine.budget import make_budget
-from prepcli.engine.checkpoint_store import HostLeaf
 from prepcli.engine.checksum_recorder import ChecksumRecorder, compute_unknown
 from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import RunReader
@@ -45,7 +45,6 @@ from prepcli.planning.work_units import divide_streams, subplan
 from prepcli.restore.item_reader import ItemReader
 
 MEMORY_NBYTES = 256 << 20  # budget of a save, without the leaf or shard that is fetched
-TOKENS_FOLDER = "data"  # the tokens of the datasets
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class StepSave:
 
 
 class RunStorage(Protocol):
-    """Steps and other files of one run.
+    """The folder or the bucket of a training run: its lock, its steps and its other files.
 
     A step is complete or not there: `write_step` makes it visible last, and `remove_step` hides it first.
     Only process 0 locks the run, removes steps and stores the files that all processes share.

@@ -1,4 +1,4 @@
-"""Tensors: their dtypes and casts, and their names in a training state.
+"""Tensors and leaves: their dtypes and casts, and their names in a training state.
 
 A training state has parameters, optimizer slots and other leaves. A slot is a subtree of the optimizer state with one
 leaf per parameter, such as `opt_state.adam.mu`. Its tensors are named `SLOT/TENSOR` after the parameters' tensors. A
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
 # Bits of a stored element. An int4 of zarr takes a byte.
@@ -68,6 +69,22 @@ SKIPPED = "skipped"
 SKIPPED_IN_ROW = "skipped_in_row"
 COUNTERS = (NUM_UPDATES, STEP, SKIPPED, SKIPPED_IN_ROW)
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSpec:
+    """A leaf in a checkpoint.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        read_unit: Shape of the boxes that are read as a whole, on a grid that begins at index 0. ()
+            if every element can be read alone.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    read_unit: tuple[int, ...] = ()
 
 
 def array_bits(dtype: str, shape: tuple[int, ...]) -> int:

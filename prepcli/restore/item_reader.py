@@ -16,7 +16,6 @@ from prepcli.algebra.grids import ChunkIndex, StoredRange
 from prepcli.algebra.strided_copies import LeafBoxPart
 from prepcli.core.errors import Command, DamagedError, PrepError, text
 from prepcli.core.formatting import count_text
-from prepcli.engine import checkpoint_store
 from prepcli.engine.blobs import BlockCache, open_blobs
 from prepcli.formats.checksums import BlockChecksums, read_checksums
 from prepcli.formats.manifest import RECREATE_HINT, check_files, find_manifest_folder, read_manifest
@@ -24,7 +23,7 @@ from prepcli.formats.orbax import OrbaxItem, find_item, read_item
 from prepcli.formats.orbax_chunks import chunk_label
 from prepcli.planning.arrays import Array, Locations, chunk_blocks, identity_axis_map, whole_array
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.planning.tensors import PARAMS, itemsize
+from prepcli.planning.tensors import PARAMS, LeafSpec, itemsize
 from prepcli.restore.box_reads import (
     MIN_GAP_NBYTES,
     PIECE_NBYTES,
@@ -110,7 +109,7 @@ class ItemReader(BoxReader):
         item = replace(item, files=tuple(without_read_ahead(item.files)))
         self._item = item
         self._array_numbers: dict[str, int] = {}
-        self.leaves: dict[str, checkpoint_store.LeafSpec] = {}
+        self.leaves: dict[str, LeafSpec] = {}
         for number, meta in enumerate(item.arrays):
             # The read unit is a checksum block, or a chunk to decode.
             read_unit = meta.chunk_shape
@@ -124,7 +123,7 @@ class ItemReader(BoxReader):
                 rows = min(blocks.rows, length) if is_regular else length
                 read_unit = (*(1,) * axis, rows, *meta.chunk_shape[axis + 1 :])
             self._array_numbers[meta.name] = number
-            self.leaves[meta.name] = checkpoint_store.LeafSpec(meta.shape, meta.dtype, read_unit)
+            self.leaves[meta.name] = LeafSpec(meta.shape, meta.dtype, read_unit)
         in_store = is_remote(item.files)
         num_threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
         if in_store:
@@ -182,7 +181,7 @@ class ItemReader(BoxReader):
     def use_averages(self) -> None:
         """Read the moving averages (EMA) of all parameters under the names of the parameters from now on."""
         numbers: dict[str, int] = {}
-        leaves: dict[str, checkpoint_store.LeafSpec] = {}
+        leaves: dict[str, LeafSpec] = {}
         for name, leaf in self.leaves.items():
             if name.startswith(f"{AVERAGE_SLOT}."):
                 parameter = f"{PARAMS}.{name.removeprefix(f'{AVERAGE_SLOT}.')}"

@@ -12,7 +12,6 @@ from prepcli.algebra.strided_copies import leaf_box_parts, tensor_box
 from prepcli.core.errors import RERUN_HINT, PrepError
 from prepcli.core.formatting import count_text
 from prepcli.core.observer import NullProgress
-from prepcli.engine import checkpoint_store
 from prepcli.engine.blobs import DerivedArrays, open_blobs
 from prepcli.engine.digest import TensorDigest, algorithm_of
 from prepcli.engine.fills import numpy_dtype
@@ -20,7 +19,7 @@ from prepcli.engine.stream_values import compare_streams, read_values
 from prepcli.formats.manifest import NO_MANIFEST, RECREATE_HINT
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import EqualityCheck, Stream
-from prepcli.planning.tensors import PARAMS, itemsize
+from prepcli.planning.tensors import PARAMS, LeafSpec, itemsize
 from prepcli.restore.box_reads import (
     MIN_GAP_NBYTES,
     PIECE_NBYTES,
@@ -118,7 +117,7 @@ class WeightsReader(BoxReader):
         axis_maps = {path: bind_row(row, sizes, padded) for path, row in rows.items()}
         self._leaves = _group_by_leaf(match.uses, axis_maps, tensors)
         is_decoded = any(isinstance(blob, DerivedArrays) for blob in source.blobs)
-        self.leaves: dict[str, checkpoint_store.LeafSpec] = {}
+        self.leaves: dict[str, LeafSpec] = {}
         for name, leaf in self._leaves.items():
             # A digest covers a whole tensor, and a decoder starts at the first byte of a chunk.
             has_digests = any(tensor.digests for tensor in leaf.tensors.values())
@@ -128,7 +127,7 @@ class WeightsReader(BoxReader):
                 dtype = dtypes.pop()
             else:
                 dtype = "float64" if "float64" in dtypes else "float32"
-            self.leaves[name] = checkpoint_store.LeafSpec(
+            self.leaves[name] = LeafSpec(
                 leaf.axis_map.leaf_shape,
                 dtype,
                 _read_unit_shape(leaf, is_whole=is_whole),

@@ -12,7 +12,6 @@ from pathlib import Path
 from prepcli.algebra.axis_map import AxisMap, ParsedAxisMap, bind_row
 from prepcli.algebra.grids import ChunkGrid
 from prepcli.core.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
-from prepcli.engine.checkpoint_store import LeafSpec
 from prepcli.formats.manifest import STATE_ITEM
 from prepcli.formats.ocdbt import MAX_ENTRIES
 from prepcli.models.manifest_family import manifest_family
@@ -49,6 +48,7 @@ from prepcli.planning.tensors import (
     PARAMS,
     QUANTIZATION,
     TOWERS,
+    LeafSpec,
     is_leaf_path,
     is_quantization_leaf,
     is_quantization_tensor,

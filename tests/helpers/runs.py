@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from prepcli.algebra.boxes import Box
-from prepcli.engine.checkpoint_store import HostLeaf, LeafSpec, PendingSave
+from prepcli.engine.blobs import HostLeaf
 from prepcli.execution.checkpoint_manager import FinishedSave
 from prepcli.models.layer_config import NO_DROPOUT, DropoutConfig
 from prepcli.models.mesh import parse_mesh
@@ -19,6 +19,7 @@ from prepcli.models.param_tree import Tree
 from prepcli.models.registry import FAMILIES
 from prepcli.models.rules import merge_rules
 from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.tensors import LeafSpec
 from trainer.data.order import RowOrder
 from trainer.data.packing import PackedDataset
 from trainer.data.store import MappedTokens
@@ -28,7 +29,7 @@ from trainer.nn.model_spec import ForwardConfig, build_model
 from trainer.recipe.lr_schedule import LRSchedule
 from trainer.recipe.optimizer_tables import AdamWTable
 from trainer.recipe.tables import Checkpoint, Eval, Log, Recipe, Train
-from trainer.training.checkpoint import round_params
+from trainer.training.checkpoint import PendingSave, round_params
 from trainer.training.events import LoopConfig
 from trainer.training.metrics import EvaluationResult, RunLog, Sample, StepLine, evaluation_line
 from trainer.training.optimizers import Optimizer
@@ -203,7 +204,7 @@ class MemoryReader:
 
 @dataclass
 class MemoryStore:
-    """A CheckpointStore in memory."""
+    """Checkpoints in memory."""
 
     saved: dict[int, MemoryReader] = field(default_factory=dict)
 

@@ -10,12 +10,13 @@ from typing import Any, Literal
 import numpy as np
 
 from prepcli.algebra.boxes import full_box
-from prepcli.engine.checkpoint_store import CheckpointReader, HostLeaf
+from prepcli.engine.blobs import HostLeaf
 from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
+from trainer.distributed.leaf_slices import CheckpointReader
 
 TrainingState = dict[str, np.ndarray]
 OPTIMIZER_SLOTS = ("opt_state.adam.mu", "opt_state.adam.nu")

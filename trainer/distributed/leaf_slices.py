@@ -10,9 +10,9 @@ import itertools
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -21,8 +21,9 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from prepcli.algebra.boxes import Box, Range, volume
 from prepcli.core.errors import PrepError
-from prepcli.engine.checkpoint_store import CheckpointReader
 from prepcli.models.mesh import MeshAxes
+from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.tensors import LeafSpec
 from trainer.distributed.agreement import kernel_id
 from trainer.distributed.sharding import dim_axes
 
@@ -34,6 +35,33 @@ MAX_SLICE_NBYTES = 2 * SLICE_NBYTES
 SLICE_COST_NBYTES = 1 << 20
 # One device reads a whole leaf if the parts would be smaller. A request takes longer than these bytes.
 MIN_PART_NBYTES = 32 << 10
+
+
+class CheckpointReader(Protocol):
+    """An open checkpoint, of any format."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Its manifest."""
+        ...
+
+    @property
+    def leaves(self) -> Mapping[str, LeafSpec]:
+        """Its leaves by dotted name."""
+        ...
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether its bytes come over the network, so that no page cache shares the reads of several processes."""
+        ...
+
+    def read(self, name: str, parts: Mapping[Box, np.ndarray]) -> None:
+        """Fill each array with its box of the leaf, cast to the array's dtype. No stored byte is read twice."""
+        ...
+
+    def stop_reads(self) -> None:
+        """End all reads early, from another thread. They raise an error, and so do later reads."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from prepcli.stores.paths import AnyPath
 if TYPE_CHECKING:
     import jax
 
-    from prepcli.engine.checkpoint_store import CheckpointReader
     from prepcli.models.param_tree import Tree
+    from trainer.distributed.leaf_slices import CheckpointReader
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import ModelSpec
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from prepcli.core.errors import Key
 from prepcli.core.json_values import HFConfig
 from prepcli.core.observer import Observer
-from prepcli.execution.training_storage import TOKENS_FOLDER
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import num_batch_shards
 from prepcli.models.rules import merge_rules
@@ -29,7 +28,7 @@ from trainer.run.start import (
     open_located_model,
     random_config,
 )
-from trainer.run.storage import RUNS_FOLDER
+from trainer.run.storage import RUNS_FOLDER, TOKENS_FOLDER
 
 if TYPE_CHECKING:
     from trainer.data.tokenize_config import RecordedTokens

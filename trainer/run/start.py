@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_error
 from prepcli.core.json_values import HFConfig, JsonObject
 from prepcli.core.observer import Observer
-from prepcli.engine.checkpoint_store import LeafSpec
 from prepcli.execution.training_storage import RunStorage
 from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import (
@@ -33,6 +32,7 @@ from prepcli.models.registry import family_of
 from prepcli.models.rules import merge_rules
 from prepcli.models.text_part import text_section
 from prepcli.planning.manifest_fields import Manifest, OriginRecord
+from prepcli.planning.tensors import LeafSpec
 from prepcli.restore.digest_checks import (
     check_without_checksums,
     note_missing_file_digests,

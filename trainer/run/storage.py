@@ -22,7 +22,7 @@ from prepcli.core.observer import Observer
 from prepcli.engine.digest import record_digest
 from prepcli.execution.training_bucket import BucketStorage
 from prepcli.execution.training_folder import FolderStorage
-from prepcli.execution.training_storage import TOKENS_FOLDER, RunStorage, joint_work
+from prepcli.execution.training_storage import RunStorage, joint_work
 from prepcli.stores.addresses import parse_out_url
 from prepcli.stores.byte_ranges import retry_policy_from_env
 from trainer.recipe import Recipe
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from prepcli.core.process_group import ProcessGroup
 
 RUNS_FOLDER = Path("runs")
+TOKENS_FOLDER = "data"  # the tokens of the datasets, in the local folder of a run
 # Errors of a read-only file system. A run there cannot be changed, so it needs no lock.
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 # A converted model, in the folder of a run that an earlier version of prep began

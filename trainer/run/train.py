@@ -35,7 +35,7 @@ from prepcli.execution.signals import (
     raise_stop,
     remember_signal,
 )
-from prepcli.execution.training_storage import TOKENS_FOLDER, RunStorage, joint_work
+from prepcli.execution.training_storage import RunStorage, joint_work
 from prepcli.formats.manifest import RECIPE_FILE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.locate import make_access
@@ -80,6 +80,7 @@ from trainer.run.start import (
     with_adapters,
 )
 from trainer.run.storage import (
+    TOKENS_FOLDER,
     check_last_step,
     check_shared_folder,
     hold_run,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from prepcli.core.errors import Key, PrepError, text
-from prepcli.engine.checkpoint_store import CheckpointReader, HostLeaf, HostShard
+from prepcli.engine.blobs import HostLeaf, HostShard
 from prepcli.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_tree
-from prepcli.planning.manifest_fields import CastCounts
-from trainer.distributed.leaf_slices import exchange_is_faster, index_box
+from prepcli.planning.manifest_fields import CastCounts, Manifest
+from trainer.distributed.leaf_slices import CheckpointReader, exchange_is_faster, index_box
 from trainer.distributed.sharding import ShardingContext, local_device_sharding
 from trainer.nn.initialization import init_adapters, init_params
 from trainer.nn.model_spec import ModelSpec
@@ -27,6 +27,53 @@ from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_
 
 OPT_STATE = "opt_state"
 PARAMS = "params"
+
+
+class PendingSave(Protocol):
+    """A save of a checkpoint."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the save has ended, also by an error."""
+        ...
+
+    def wait(self) -> float:
+        """Wait until the checkpoint is complete and durable. Return the seconds that the save took.
+
+        Raises:
+            PrepError: The checkpoint cannot be written.
+        """
+        ...
+
+
+class Checkpoints(Protocol):
+    """The checkpoints of one run, by step."""
+
+    def steps(self) -> list[int]:
+        """Return the steps with a complete checkpoint, ascending."""
+        ...
+
+    def open(self, step: int) -> CheckpointReader:
+        """Open the checkpoint of a step. Raise PrepError if it is damaged."""
+        ...
+
+    def start_save(
+        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Manifest
+    ) -> PendingSave:
+        """Begin to save a checkpoint. The leaves may change after the call.
+
+        Args:
+            step: Step of the state.
+            leaves: The state's leaves by dotted name.
+            manifest_fields: Additional entries of the manifest.
+
+        Returns:
+            The save, which may continue in the background. The next one begins after its end.
+
+        Raises:
+            PrepError: The checkpoint cannot be written.
+        """
+        ...
 
 
 def host_leaves(

@@ -23,8 +23,9 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from prepcli.algebra.boxes import Box, intersection, slices, volume
 from prepcli.core.errors import PrepError
 from prepcli.core.worker_thread import WorkerThread, wait_for_threads
-from prepcli.engine.checkpoint_store import CheckpointReader, LeafSpec
+from prepcli.planning.tensors import LeafSpec
 from trainer.distributed.leaf_slices import (
+    CheckpointReader,
     SlicePlan,
     local_boxes,
     own_read_ratio,

@@ -15,11 +15,15 @@ from jax import Array
 
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.worker_thread import run_abandonable
-from prepcli.engine.checkpoint_store import CheckpointStore, PendingSave
 from prepcli.planning.manifest_fields import Manifest
 from trainer.data.order import eval_batches
 from trainer.distributed.sharding import peak_memory_nbytes
-from trainer.training.checkpoint import count_changed_values, host_leaves
+from trainer.training.checkpoint import (
+    Checkpoints,
+    PendingSave,
+    count_changed_values,
+    host_leaves,
+)
 from trainer.training.datasets import tokens_by_source
 from trainer.training.eval_metrics import NO_EVALUATIONS, Patience, check_metric_name
 from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
@@ -72,7 +76,7 @@ class Loop:
         config: LoopConfig,
         state: TrainState,
         *,
-        store: CheckpointStore,
+        store: Checkpoints,
         logs: Sequence[RunLog] = (),
         lowest_cost: float = math.inf,
         patience: Patience = NO_EVALUATIONS,

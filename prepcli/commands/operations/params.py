@@ -22,7 +22,6 @@ from prepcli.core.observer import Observer, Progress, SilentObserver, observer_o
 from prepcli.core.option_spec import PathLike
 from prepcli.core.process_group import SingleProcess
 from prepcli.engine.budget import make_budget
-from prepcli.engine.checkpoint_store import LeafSpec
 from prepcli.execution.training_folder import FolderStep
 from prepcli.execution.training_storage import MEMORY_NBYTES, StepSave, write_step
 from prepcli.models.param_tree import Tree, param_leaves
@@ -31,7 +30,7 @@ from prepcli.models.registry import family_of
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan
-from prepcli.planning.tensors import PARAMS
+from prepcli.planning.tensors import PARAMS, LeafSpec
 from prepcli.restore.digest_checks import check_without_checksums
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.locate import LocatedCheckpoint

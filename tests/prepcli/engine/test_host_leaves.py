@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.engine.checkpoint_store import HostLeaf, HostLeafReader
+from prepcli.engine.blobs import HostLeaf, HostLeafReader
 from prepcli.engine.files import PAGE
 from prepcli.stores.buffers import allocate_buffer
 

@@ -16,7 +16,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
-from prepcli.engine.checkpoint_store import HostLeaf
+from prepcli.engine.blobs import HostLeaf
 from prepcli.execution.checkpoint_manager import CheckpointManager, StepExports
 from prepcli.formats.manifest import saved_steps
 from tests.helpers.slow_cases import slow_except

@@ -17,15 +17,15 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
 from prepcli.core.process_group import ProcessGroup
 from prepcli.engine.budget import make_budget
-from prepcli.engine.checkpoint_store import HostLeaf, HostShard, LeafSpec
 from prepcli.execution import training_bucket, training_storage
 from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.execution.training_bucket import BucketStorage
-from prepcli.execution.training_storage import MEMORY_NBYTES
+from prepcli.execution.training_storage import MEMORY_NBYTES, HostLeaf, HostShard
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import COMMIT_MARKER
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import OutputLeaf
+from prepcli.planning.tensors import LeafSpec
 from prepcli.restore.item_reader import open_reader
 from prepcli.stores import byte_ranges, object_store, paths
 from prepcli.stores.addresses import parse_url

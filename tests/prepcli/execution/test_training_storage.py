@@ -14,7 +14,7 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
 from prepcli.core.process_group import ProcessGroup
-from prepcli.engine.checkpoint_store import HostLeaf, HostShard
+from prepcli.engine.blobs import HostLeaf, HostShard
 from prepcli.execution.checkpoint_manager import CheckpointManager
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.thread_groups import run_together

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from prepcli.algebra.boxes import Box
-from prepcli.engine.checkpoint_store import LeafSpec
 from prepcli.planning import arrays as stored_arrays
+from prepcli.planning.tensors import LeafSpec
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.locate import locate

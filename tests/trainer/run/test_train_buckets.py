@@ -14,7 +14,6 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
-from prepcli.execution.training_storage import TOKENS_FOLDER
 from prepcli.formats.manifest import MANIFEST_FILE, RECIPE_FILE, listed_steps
 from tests.helpers.fork_server import ForkedProcess
 from tests.helpers.object_server import FakeObjectStore, use_objects
@@ -26,6 +25,7 @@ from tests.trainer.run.test_logs import FakeWandb
 from trainer.run import train as train_command
 from trainer.run.logs import ID_FILE
 from trainer.run.run_record import ENVIRONMENT_FILE
+from trainer.run.storage import TOKENS_FOLDER
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parents[3]

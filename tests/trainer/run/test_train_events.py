@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import OK, STOPPED
-from prepcli.execution.training_storage import TOKENS_FOLDER
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
@@ -32,6 +31,7 @@ from tests.helpers.run_cli import error_lines, run_failing, run_json, run_ok
 from tests.helpers.train_runs import read_losses, set_keys, start_train, wait_for_step
 from trainer.run.exports import EXPORTS_FOLDER, remove_exports
 from trainer.run.run_record import ENVIRONMENT_FILE, SAMPLES_FILE, read_run
+from trainer.run.storage import TOKENS_FOLDER
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 # `prep train`: the steps that remain, the best step, checkpoints in other dtypes, exports, the hub and profiles.

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.engine.checkpoint_store import HostLeaf, PendingSave
+from prepcli.engine.blobs import HostLeaf
 from prepcli.planning.manifest_fields import Manifest
 from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
 from trainer.nn.model_spec import AttentionOptions
 from trainer.training import loop
-from trainer.training.checkpoint import restore_state
+from trainer.training.checkpoint import PendingSave, restore_state
 from trainer.training.events import LoopConfig
 from trainer.training.loop import Loop
 from trainer.training.metrics import METRICS_FILE, MetricsFileLog, read_metrics
