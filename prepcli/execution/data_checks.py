@@ -1,4 +1,4 @@
-"""Checks of the data of a conversion: the source while it is read, and the written files before the publication.
+"""Checks of the data of an output: its source while it is read, and the written files before the publication.
 
 Changes of the source's files, and digests and casts of its tensors, are checked while a conversion reads them.
 
