@@ -26,7 +26,7 @@ LAUNCHERS = (JAX_VARIABLES, OPEN_MPI, SLURM, TPU_POD, KUBERNETES)
 TPU_HOST_VARIABLES = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 # Set in every pod of an indexed job. Its pods may be independent.
 COMPLETION_INDEX = "JOB_COMPLETION_INDEX"
-# Process id of the process of prep that started this one. See `execution.signals.die_with_parent`.
+# Process id of the process of prep that started this one. See `signals.die_with_parent`.
 PARENT_VARIABLE = "PREP_PARENT"
 
 

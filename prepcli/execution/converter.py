@@ -20,6 +20,7 @@ from prepcli.core.errors import PrepError
 from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.json_values import JsonObject
 from prepcli.core.launchers import PARENT_VARIABLE
+from prepcli.core.signals import note_durable_work
 from prepcli.engine.budget import Budget, anonymous_nbytes
 from prepcli.engine.digest import StreamDigest, record_digest
 from prepcli.engine.pipeline import ConversionResult, PipelineUnit
@@ -44,7 +45,6 @@ from prepcli.execution.output import (
     host_identity,
     make_identity,
 )
-from prepcli.execution.signals import note_durable_work
 from prepcli.execution.workers import ExecutionOptions, WorkerPool
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import chunk_extents, count_blocks

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from prepcli.core.errors import FAILED, INTERRUPTED, STOPPED, Option, PrepError
 from prepcli.core.observer import Observer, RunObserver
 from prepcli.core.process_address import process_address
-from prepcli.core.unexpected import as_prep_error
-from prepcli.engine.digest import record_digest
-from prepcli.execution.signals import (
+from prepcli.core.signals import (
     Interrupted,
     Stopped,
     exit_with_report,
     note_durable_work,
     raise_on_signal,
 )
+from prepcli.core.unexpected import as_prep_error
+from prepcli.engine.digest import record_digest
 from prepcli.execution.training_storage import RunStorage
 from trainer.recipe import LoadedRecipe, Recipe
 from trainer.recipe.key_types import to_toml

@@ -25,16 +25,16 @@ from prepcli.core.errors import (
     text,
 )
 from prepcli.core.observer import RunObserver
-from prepcli.core.unexpected import label_errors
-from prepcli.engine.budget import free_memory
-from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule, StepExports
-from prepcli.execution.signals import (
+from prepcli.core.signals import (
     exit_with_report,
     note_durable_work,
     raise_on_signal,
     raise_stop,
     remember_signal,
 )
+from prepcli.core.unexpected import label_errors
+from prepcli.engine.budget import free_memory
+from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule, StepExports
 from prepcli.execution.training_storage import RunStorage, joint_work
 from prepcli.formats.manifest import RECIPE_FILE
 from prepcli.planning.manifest_fields import Manifest

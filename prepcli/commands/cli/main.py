@@ -25,9 +25,7 @@ from prepcli.commands.console.stdio import (
 from prepcli.commands.console.ui import Report, Ui, open_ui, stdout_error
 from prepcli.core.errors import FAILED, INTERRUPTED, OK, STOPPED, PrepError, usage_error
 from prepcli.core.formatting import SHORT_WORD_CHARS, shorten, suggest
-from prepcli.core.unexpected import process_of
-from prepcli.core.worker_thread import exit_past_abandoned_calls
-from prepcli.execution.signals import (
+from prepcli.core.signals import (
     ANSWER_S,
     STOP_SIGNALS,
     Interrupted,
@@ -38,6 +36,8 @@ from prepcli.execution.signals import (
     notes_of,
     raise_on_signal,
 )
+from prepcli.core.unexpected import process_of
+from prepcli.core.worker_thread import exit_past_abandoned_calls
 
 # Names that other tools give to the work of prep's commands.
 OTHER_COMMAND_NAMES = {

@@ -59,8 +59,8 @@ from prepcli.commands.cli.option_groups import CliCommand
 from prepcli.commands.cli.training import evaluate, generate, plan, recipes, report, tokenize, train
 from prepcli.core import version
 from prepcli.core.errors import USAGE
+from prepcli.core.signals import Interrupted, notes_of
 from prepcli.core.unexpected import label_errors, process_of
-from prepcli.execution.signals import Interrupted, notes_of
 
 # The sections of `--help` and their commands. A group such as `map` stands where its first command does.
 SECTIONS = {

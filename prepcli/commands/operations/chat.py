@@ -37,7 +37,7 @@ from prepcli.core.json_values import JsonObject
 from prepcli.core.observer import RunObserver
 from prepcli.core.option_spec import PathLike, with_defaults
 from prepcli.core.process_address import ProcessSettings, process_address
-from prepcli.execution.signals import handle_interrupts
+from prepcli.core.signals import handle_interrupts
 
 if TYPE_CHECKING:
     from trainer.data.chat import ChatPrompt

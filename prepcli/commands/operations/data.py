@@ -28,8 +28,8 @@ from prepcli.commands.pages.samples_page import write_samples_page
 from prepcli.core.errors import Option, text, usage_error
 from prepcli.core.observer import Observer, Progress, RunObserver
 from prepcli.core.option_spec import NonNegativeInt, PathLike, PositiveInt, as_tuple
+from prepcli.core.signals import raise_on_signal
 from prepcli.core.unexpected import label_errors
-from prepcli.execution.signals import raise_on_signal
 from prepcli.stores.addresses import check_local_path
 from trainer.data.batches import BatchDigest, Batches, check_share
 from trainer.data.sample_text import SampleCounts, SamplePart, TokenSample

@@ -27,7 +27,7 @@ from prepcli.core.errors import (
 )
 from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import QUIET, Observer
-from prepcli.execution.signals import remember_signal
+from prepcli.core.signals import remember_signal
 from prepcli.launch.engines import ENGINES
 from prepcli.launch.hardware import Training, check_hardware, plain_hardware
 from prepcli.launch.job import (

@@ -99,7 +99,7 @@ PREP_IN_A_LONG_CALL = f"""
 import ctypes, signal, sys, threading
 from pathlib import Path
 import prepcli.commands.operations.evaluate as module
-from prepcli.execution.signals import NUDGE
+from prepcli.core.signals import NUDGE
 
 def wait(*arguments, **options):
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, NUDGE])

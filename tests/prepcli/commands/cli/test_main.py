@@ -37,7 +37,7 @@ import sys, time
 from prepcli.commands.cli.root import app
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
-from prepcli.execution.signals import note_durable_work, raise_on_signal
+from prepcli.core.signals import note_durable_work, raise_on_signal
 from prepcli.commands.console.ui import Report, open_ui
 
 @app.command()

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.core.errors import PrepError
-from prepcli.execution.checkpoint_manager import BackgroundSave
-from prepcli.execution.signals import (
+from prepcli.core.signals import (
     STOP_SIGNALS,
     Stopped,
     answer_signals,
@@ -25,12 +24,13 @@ from prepcli.execution.signals import (
     raise_on_signal,
     remember_signal,
 )
+from prepcli.execution.checkpoint_manager import BackgroundSave
 from tests.helpers.waiting import MAX_S
 
 # A wait that a signal does not end: its exception is lost, or another thread receives the signal just before the wait.
 LOST_SIGNAL = """
 import os, queue, signal, sys, threading
-from prepcli.execution.signals import Stopped, raise_on_signal
+from prepcli.core.signals import Stopped, raise_on_signal
 
 class Signals:
     def __del__(self):
@@ -57,7 +57,7 @@ except Stopped as stopped:
 
 BLOCKED_WITHOUT_HANDLER = """
 import os, signal, threading
-from prepcli.execution.signals import block_signals
+from prepcli.core.signals import block_signals
 
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 received, written = os.pipe()
