@@ -196,6 +196,17 @@ def test_formats_are_independent_of_models_and_plans():
         assert not forbidden & reachable(module), module
 
 
+def test_steps_of_runs_are_independent_of_conversions():
+    conversions = ("converter", "bucket_output", "object_writer", "workers")
+    steps = ("checkpoint_manager", "training_storage", "training_folder", "training_bucket")
+    for module in modules_in("prepcli.execution"):
+        others = steps if module.endswith(conversions) else ()
+        if module.endswith(steps):
+            others = conversions
+        reached = [name for name in reachable(module) if name.startswith("prepcli.execution.")]
+        assert not [name for name in reached if name.endswith(others)], module
+
+
 def test_engine_is_independent_of_models_and_formats():
     models = (
         "prepcli.formats",

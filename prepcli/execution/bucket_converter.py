@@ -22,7 +22,6 @@ from prepcli.engine.files import RunReader
 from prepcli.engine.object_assembler import make_object_budget
 from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.execution.bucket_output import (
-    NUM_THREADS,
     BucketOutput,
     check_stored_output,
     has_intact_files,
@@ -56,7 +55,13 @@ from prepcli.planning.work_units import find_bucket_units
 from prepcli.stores import object_store
 from prepcli.stores.bucket_lock import BucketLock, check_lock, is_locked_by
 from prepcli.stores.byte_ranges import RemoteFile, map_in_daemon_threads, retry_policy_from_env
-from prepcli.stores.object_store import RETRIES, Bucket, ObjectStoreUrl, part_nbytes
+from prepcli.stores.object_store import (
+    NUM_SMALL_REQUESTS,
+    RETRIES,
+    Bucket,
+    ObjectStoreUrl,
+    part_nbytes,
+)
 from prepcli.stores.object_writes import (
     ObjectUploads,
     missing_object_error,
@@ -240,7 +245,7 @@ class BucketConverter(Converter):
         for first in range(0, len(pending), max_claimed):
             batch = pending[first : first + max_claimed]
             claims = map_in_daemon_threads(
-                self.bucket_output.claim, map(str, batch), num_threads=NUM_THREADS
+                self.bucket_output.claim, map(str, batch), num_threads=NUM_SMALL_REQUESTS
             )
             claimed = [number for number, claim in zip(batch, claims) if claim is not None]
             if not claimed:
@@ -396,7 +401,7 @@ class BucketConverter(Converter):
             put=lambda path, content: send(path, content, 0, len(content)),
             copy=copy,
             compressed=compressed,
-            num_threads=NUM_THREADS,
+            num_threads=NUM_SMALL_REQUESTS,
         )
         output.confirm()
         publish_content(self.bucket, MANIFEST_FILE, encode_manifest(manifest))

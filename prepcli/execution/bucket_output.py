@@ -46,7 +46,7 @@ from prepcli.formats.orbax import COMMIT_MARKER
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.stores.bucket_lock import BucketLock
 from prepcli.stores.byte_ranges import RemoteFile, map_in_daemon_threads
-from prepcli.stores.object_store import Bucket
+from prepcli.stores.object_store import NUM_SMALL_REQUESTS, Bucket
 from prepcli.stores.object_writes import (
     ConditionsNotSupportedError,
     create_object,
@@ -65,7 +65,6 @@ LEAVE_S = 20.0  # for a request in flight while a process leaves
 LOOK_S = 0.5
 # Seconds until a process says that it waits for another one to begin the conversion
 SILENT_S = 5.0
-NUM_THREADS = 32  # concurrent requests for small objects
 OTHER_ADDRESS_HINT = text(
     "set {} to another address, or pass {}", Option("out"), Option("overwrite", True)
 )
@@ -302,12 +301,12 @@ class BucketOutput:
         listed = self.units_with(DONE_FOLDER).intersection(numbers)
         others = sorted(set(numbers) - listed)
         paths = [f"{DONE_FOLDER}/{number}" for number in others]
-        found = map_in_daemon_threads(self._state.find_file, paths, num_threads=NUM_THREADS)
+        found = map_in_daemon_threads(self._state.find_file, paths, num_threads=NUM_SMALL_REQUESTS)
         return listed | {number for number, file in zip(others, found) if file is not None}
 
     def read_many(self, names: Iterable[str]) -> list[bytes | None]:
         """Read objects of the state concurrently."""
-        return map_in_daemon_threads(self.read, names, num_threads=NUM_THREADS)
+        return map_in_daemon_threads(self.read, names, num_threads=NUM_SMALL_REQUESTS)
 
     def claim(self, name: str) -> Claim | None:
         """Return a claim, also the claim of an ended process, or None while another process has it."""

@@ -32,7 +32,6 @@ from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype
-from prepcli.execution.bucket_output import NUM_THREADS
 from prepcli.execution.training_storage import (
     StepOutput,
     StepSave,
@@ -57,7 +56,7 @@ from prepcli.stores.bucket_lock import BucketLock
 from prepcli.stores.buffers import ByteArray
 from prepcli.stores.byte_ranges import RemoteFile, RetryPolicy, map_in_daemon_threads
 from prepcli.stores.files import io_error, open_regular_file
-from prepcli.stores.object_store import RETRIES, Bucket, part_nbytes
+from prepcli.stores.object_store import NUM_SMALL_REQUESTS, RETRIES, Bucket, part_nbytes
 from prepcli.stores.object_writes import publish_content
 from prepcli.stores.paths import StoreListing, read_all
 
@@ -304,7 +303,7 @@ class BucketStep:
         check_lock: Raises PrepError if another run has taken the URL over. Process 0 calls it.
     """
 
-    num_threads: ClassVar[int] = NUM_THREADS
+    num_threads: ClassVar[int] = NUM_SMALL_REQUESTS
     save: StepSave
     files: ProcessFiles
     bucket: Bucket
@@ -405,7 +404,7 @@ class BucketStep:
         listed = {file.path: file for file in self.bucket.list_files()}
         files = [listed[note_path(index)] for index in indices]
         contents = map_in_daemon_threads(
-            partial(read_all, self.bucket), files, num_threads=NUM_THREADS
+            partial(read_all, self.bucket), files, num_threads=NUM_SMALL_REQUESTS
         )
         self.bucket.delete_files([file.path for file in files])
         return contents

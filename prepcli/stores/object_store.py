@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 RETRIES = 10  # of obstore, for each request
 MAX_OBJECTS = 200_000  # in one checkpoint
+NUM_SMALL_REQUESTS = 32  # concurrent requests for small objects
 MAX_ERROR_CHARS = 300
 # Size of a part of a multipart upload
 PART_NBYTES = 8 << 20
