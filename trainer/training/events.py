@@ -233,6 +233,8 @@ class StopSignals:
         # Returns the name of the signal that this process received. Empty if there is none.
         self.poll: Callable[[], str] = str
         self._agreed = ""
+        # Signals of steps, by step, that do not count yet. A process may read the metrics of a step before others do.
+        self._carried: dict[int, str] = {}
         self._sharding: NamedSharding | None = None
         self._largest: Callable[[Array], Array] | None = None
         self._shape = (sharding.num_devices,)
@@ -256,21 +258,27 @@ class StopSignals:
         value = np.full(1, STOP_REASONS.index(self.poll()), np.int32)
         return {STOP: jax.make_array_from_callback(self._shape, self._sharding, lambda _: value)}
 
-    def update_from_metrics(self, metrics: Mapping[str, Array]) -> None:
-        """Store the strongest signal of all processes, from the metrics of a step."""
+    def store(self, step: int, metrics: Mapping[str, Array]) -> None:
+        """Store the strongest signal of all processes in a step, from its metrics."""
         if STOP in metrics:
-            self._update(metrics[STOP])
+            self._carried[step] = STOP_REASONS[int(metrics[STOP])]
+
+    def agree_up_to(self, step: int) -> None:
+        """Let the stored signals of the steps up to this one count. All processes call it after the same steps."""
+        for carried_step in sorted(self._carried):
+            if carried_step <= step:
+                self._update(self._carried.pop(carried_step))
 
     def agree(self) -> str:
         """Exchange the signals of all processes, and return the strongest one. All processes call it together."""
         if self._largest is not None:
-            self._update(self._largest(self.batch_entry()[STOP]))
+            self._update(STOP_REASONS[int(self._largest(self.batch_entry()[STOP]))])
         return self.reason()
 
-    def _update(self, largest: Array) -> None:
+    def _update(self, largest: str) -> None:
         # The maximum over all devices is equal in all processes, so they stop at the same point. A
         # process that stopped alone would leave the next collectives waiting.
-        self._agreed = max(self._agreed, STOP_REASONS[int(largest)], key=STOP_REASONS.index)
+        self._agreed = max(self._agreed, largest, key=STOP_REASONS.index)
 
     def reason(self) -> str:
         """Return the name of the signal. Empty if there is none."""

@@ -193,7 +193,8 @@ class Loop:
         assert self.compiled_step is not None
         self._enter_phase(f"step {self.step + 1}")
         if self.profiler is not None:
-            # The profiler waits for all steps in flight: a trace begins and ends between steps.
+            # The profiler waits for all steps in flight: a trace begins and ends between steps. Only process 0 has
+            # one, so the signals of these steps must not count here yet: the other processes have not read them.
             self.profiler.before_step(self.step + 1, lambda: self._drain_metrics(0))
         batch = load_batch(
             config.train,
@@ -209,6 +210,7 @@ class Loop:
         # are read METRICS_LAG steps later.
         self.pending_metrics.append((self.step, metrics))
         self._drain_metrics(self.metrics_lag)
+        self.stop_signals.agree_up_to(self.step - self.metrics_lag)
         self._report_finished_save()
 
     def _has_ended(self) -> bool:
@@ -291,7 +293,7 @@ class Loop:
             step, metrics = self.pending_metrics.popleft()
             # The conversion waits until the step is done on the device.
             consecutive_skips = int(metrics["in_row"])
-            self.stop_signals.update_from_metrics(metrics)
+            self.stop_signals.store(step, metrics)
             self.timer.count_step()
             remaining_s = self._remaining_s(step)
             for log in self.logs:
@@ -392,6 +394,7 @@ class Loop:
         """Enter the phase of an event, and measure its time apart from the steps."""
         self._enter_phase(f"{kind} {self.step}")
         self._drain_metrics(0)
+        self.stop_signals.agree_up_to(self.step)
         self.timer.pause()
         try:
             with self.event_times.measure(kind):

@@ -22,6 +22,7 @@ from tests.helpers.training_folder import write_tokenizer
 from tests.helpers.waiting import MAX_S
 from tests.trainer.training.test_samples import make_sampler
 from trainer.data.tokenizer import load_tokenizer
+from trainer.distributed.sharding import ShardingContext
 from trainer.training import loop as loop_module
 from trainer.training.checkpoint import count_changed_values, restore_state
 from trainer.training.events import (
@@ -377,6 +378,49 @@ def test_best_step_is_saved_after_its_evaluation(tmp_path: Path):
     assert run.store.steps() == [2, 4]
     assert "eval_loss" in run.store.open(2).manifest
     assert "eval_loss" not in run.store.open(4).manifest
+
+
+@dataclass
+class StoppedProcess:
+    """A process of a run that receives a signal during a step."""
+
+    setup: runs.StepSetup
+    signal_step: int
+
+    def last_step(self, *, save_every: int = 0, profiler: StepProfiler | None = None) -> int:
+        """Return the step after which the process stops."""
+        loop = Loop(
+            runs.make_job(self.setup, steps=20, save_every=save_every),
+            runs.make_state(self.setup),
+            store=runs.MemoryStore(),
+            profiler=profiler,
+        )
+        loop.run(lambda: "SIGTERM" if loop.step >= self.signal_step else "")
+        assert loop.stop_reason == "SIGTERM"
+        return loop.step
+
+
+def test_processes_with_and_without_profile_stop_at_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profiler_calls: list[str]
+):
+    """Only process 0 records a profile, which waits for the steps in flight."""
+    monkeypatch.setattr(ShardingContext, "has_other_processes", True)
+    monkeypatch.setattr(loop_module, "CPU_METRICS_LAG", loop_module.METRICS_LAG)
+    process = StoppedProcess(runs.make_setup(runs.LLAMA, mesh="1,8,1"), signal_step=4)
+    # The batch of step 5 carries the signal. Its metrics are read two steps later.
+    assert process.last_step() == 7
+    for first_step in (4, 6, 7):
+        profiler = StepProfiler(first_step, 1, tmp_path / "profile", raise_warning)
+        assert process.last_step(profiler=profiler) == 7, first_step
+    assert profiler_calls == ["start", "stop"] * 3
+
+
+def test_signal_of_a_saved_step_stops_the_run_there(monkeypatch: pytest.MonkeyPatch):
+    """All processes have waited for the step before its save. The next steps would need another save."""
+    monkeypatch.setattr(ShardingContext, "has_other_processes", True)
+    monkeypatch.setattr(loop_module, "CPU_METRICS_LAG", loop_module.METRICS_LAG)
+    process = StoppedProcess(runs.make_setup(runs.LLAMA, mesh="1,8,1"), signal_step=4)
+    assert process.last_step(save_every=5) == 5
 
 
 def test_pending_stop_skips_the_first_evaluation(tmp_path: Path):
