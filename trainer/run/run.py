@@ -102,7 +102,7 @@ class TrainResult:
     resumed_at: int  # Step that the run resumed from. 0 means a new run.
     mesh: str  # Mesh of the run
     attention_kernel: str  # Name of the attention kernel
-    # Last values of the logged metrics. Empty if no step was taken.
+    # Metrics of the last step and of the last evaluation. Empty if no step was taken.
     metrics: Mapping[str, object] = field(default_factory=dict[str, object])
     # Memory estimate of a dry run in bytes. None without a dry run.
     memory: Mapping[str, int | None] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -66,7 +66,8 @@ class Loop:
 
     Attributes:
         step: The last step taken.
-        metrics: Last values of the logged metrics, the last samples, and the seconds of the compilation.
+        metrics: Values of the last step and of the last evaluation, the last samples, and the seconds of the
+            compilation.
         stop_reason: Why the run was stopped before its end. Empty if it is finished.
         end_reason: Why the run ended before its last step, by `eval.patience`. Empty if it did not.
     """
@@ -114,6 +115,8 @@ class Loop:
         self.start_step = self.last_saved_step = self.step
         self.pending_save: tuple[int, PendingSave] | None = None
         self.pending_metrics: deque[tuple[int, dict[str, Array]]] = deque()
+        # The last finished step and its metrics, if it has no log line.
+        self.unlogged_step: tuple[int, dict[str, Array]] | None = None
         self.metrics: dict[str, object] = {}
         self.stop_reason = ""
         self.end_reason = ""
@@ -175,6 +178,9 @@ class Loop:
                 self._take_step()
                 has_all_events = self._run_due_events()
             self._drain_metrics(0)
+            if self.unlogged_step is not None:
+                # For the result alone: the log of a stopped run is then that of a run without a stop.
+                self._measure_step(*self.unlogged_step)
             if not has_all_events:
                 # A signal has stopped the events of this step, which may be the last one.
                 reason = self.stop_signals.reason()
@@ -298,6 +304,7 @@ class Loop:
             remaining_s = self._remaining_s(step)
             for log in self.logs:
                 log.on_step(step, remaining_s)
+            self.unlogged_step = step, metrics
             if step % config.recipe.train.log_every == 0 or step in (1, config.steps):
                 self._log_step(step, metrics)
             if consecutive_skips >= config.recipe.train.max_skipped:
@@ -308,8 +315,16 @@ class Loop:
                 )
                 raise PrepError(what, why, self._recovery_hint())
 
-    def _log_step(self, step: int, metrics: Mapping[str, Array]) -> None:
+    def _log_step(self, step: int, metrics: dict[str, Array]) -> None:
         """Write the metrics of a step to the log."""
+        self.unlogged_step = None
+        line = self._measure_step(step, metrics)
+        remaining_s = self._remaining_s(step)
+        for log in self.logs:
+            log.on_log(line, remaining_s)
+
+    def _measure_step(self, step: int, metrics: dict[str, Array]) -> StepLine:
+        """Return the line of a step, with the speed since the last one, and keep its values for the result."""
         config = self.config
         numbers = {name: float(np.asarray(value)) for name, value in metrics.items()}
         line = step_line(step, numbers, tokens=step * config.tokens_per_step)
@@ -328,10 +343,7 @@ class Loop:
         values = {**line, **source_tokens, **speed}
         self.metrics |= {key: values[key] for key in RESULT_METRICS if key in values}
         # The type of a line does not name the sources of a mixture.
-        logged = cast(StepLine, values)
-        remaining_s = self._remaining_s(step)
-        for log in self.logs:
-            log.on_log(logged, remaining_s)
+        return cast(StepLine, values)
 
     def _remaining_s(self, step: int) -> float | None:
         """Estimate the seconds from a step to the end of the run. None before a step was timed."""

@@ -76,6 +76,8 @@ def test_run_ends_after_evaluations_without_a_better_loss(
     assert saved_steps(Path("run"))[-1] == end
     assert parameter_digests("run", end) == parameter_digests("whole", end)
 
+    sparse = run_json(capsys, *words("sparse", *PATIENT, "train.log_every=10"))
+    assert (sparse["step"], sparse["loss"]) == (end, result["loss"])
     # The same command again changes nothing.
     before = (Path("run", METRICS_FILE).read_bytes(), saved_steps(Path("run")))
     again = run_json(capsys, *words("run", *PATIENT))

@@ -36,7 +36,7 @@ from tests.helpers.training_folder import WORDS, write_tokenizer
 from tests.helpers.waiting import MAX_S
 from trainer.run.recipe_data import tokenize_progress
 from trainer.run.train import describe_saved_progress
-from trainer.training.metrics import METRICS_FILE
+from trainer.training.metrics import METRICS_FILE, read_metrics
 
 BLOCKWISE_ON_TWO_DEVICES = (
     "mesh=1,2,1",
@@ -241,6 +241,24 @@ def test_resume_rejects_changed_recipe_and_data(work_dir: Path, capsys: pytest.C
     assert saved_steps(work_dir / "runs/recipe") == [12]
     assert run_code("train", "recipe.toml", "--restart", "--stop-after", "1", *moved) == STOPPED
     assert saved_steps(work_dir / "runs/recipe") == [1]
+
+
+def test_result_of_a_stopped_run_has_the_values_of_its_step(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The step has no line of its own: the resumed run has the log of a run without a stop."""
+    run_ok("train", "recipe.toml", "--out", "unbroken")
+    unbroken = read_metrics(Path("unbroken", METRICS_FILE))
+    lines = {line["step"]: line for line in unbroken if "loss" in line}
+    log_every = ("--set", "train.log_every=10")
+    capsys.readouterr()
+    code, report = train_json(capsys, *log_every, "--stop-after", "7")
+    assert (code, report["step"]) == (STOPPED, 7)
+    assert [report[name] for name in ("loss", "tokens")] == [
+        lines[7][name] for name in ("loss", "tokens")
+    ]
+    assert train_json(capsys, *log_every)[1]["loss"] == lines[12]["loss"]
+    assert read_losses("runs/recipe") == [lines[step]["loss"] for step in (1, 10, 12)]
 
 
 def test_resume_in_another_environment_is_a_warning(
