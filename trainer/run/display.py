@@ -318,6 +318,8 @@ class LiveDisplay(RunLog):
         self.status = status
         self.clock = clock
         self.started_s = self.drawn_at_s = clock()
+        # Whether the run has ended, possibly before its last step, and was not stopped
+        self.is_finished = False
         # Estimated time of the end of the run, if it is known
         self.ends_at_s: float | None = None
         # Reentrant: an exception of a signal may leave it acquired by the main thread, which draws once more.
@@ -388,12 +390,16 @@ class LiveDisplay(RunLog):
         self.status.save = f"step {step:,} in {format_duration(seconds)}"
         self.draw()
 
+    def on_end(self, stop_reason: str) -> None:
+        """Keep whether the run has ended, for the final state."""
+        self.is_finished = not stop_reason
+
     def close(self, *, has_failed: bool = False) -> None:
         """Leave the final state on the screen."""
         self.status.phase_progress = ""
         if has_failed:
             self.status.phase = "failed"
-        elif self.status.step == self.status.steps:
+        elif self.is_finished:
             self.status.phase = "finished"
         else:
             self.status.phase = "stopped"

@@ -192,6 +192,8 @@ class Loop:
         self._wait_for_save()
         if not self.stop_reason:
             self.end_reason = self.config.end_reason(self.step, self.patience)
+        for log in self.logs:
+            log.on_end(self.stop_reason)
 
     def _take_step(self) -> None:
         """Start the next step on the devices, and log the steps that have ended."""

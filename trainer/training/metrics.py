@@ -357,6 +357,9 @@ class RunLog:
     def on_save(self, step: int, seconds: float) -> None:
         """Report a durable checkpoint, its step, and the seconds of saving it."""
 
+    def on_end(self, stop_reason: str) -> None:
+        """Report that the run has ended, or why it was stopped before its end."""
+
     def close(self, *, has_failed: bool = False) -> None:
         """End the log, after an error if `has_failed`."""
 

@@ -112,13 +112,14 @@ def test_displays_show_the_z_loss_beside_the_loss(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("step", "has_failed", "phase"),
-    [(100, False, "finished"), (60, False, "stopped"), (100, True, "failed"), (60, True, "failed")],
+    ("stop_reason", "has_failed", "phase"),
+    [("", False, "finished"), ("SIGTERM", False, "stopped"), ("", True, "failed")],
 )
-def test_live_display_leaves_the_final_state(step: int, has_failed: bool, phase: str):
+def test_live_display_leaves_the_final_state(stop_reason: str, has_failed: bool, phase: str):
     display, block, _ = make_display()
-    display.on_log({**LOG_LINE, "step": step}, 0.0)
-    display.on_phase(f"save {step}")
+    display.on_log({**LOG_LINE, "step": 60}, 0.0)
+    display.on_phase("save 60")
+    display.on_end(stop_reason)
     display.close(has_failed=has_failed)
     *_, last, closed = block.drawings
     assert (last.splitlines()[0].split()[1], closed) == (phase, "closed")
@@ -336,3 +337,15 @@ def test_train_draws_its_view_on_a_terminal(work_dir: Path):
     assert any(line.endswith("3/3  100%") for line in lines)
     assert sum(line.startswith("loss ") for line in lines) == 1
     assert output.rindex(SHOW_CURSOR) > output.rindex(HIDE_CURSOR)
+
+
+def test_view_of_a_run_that_ends_early_is_finished(work_dir: Path):
+    diverging = ("train.eval_every=2", "optimizer.lr=0.3", "optimizer.clip_norm=0")
+    overrides = set_keys("mesh=1,1,1", "eval.patience=1", *diverging)
+    code, output = run_on_terminal("train", "recipe.toml", "--out", "run", *overrides, columns=100)
+    screen = Screen()
+    screen.feed(output)
+    assert code == OK, screen.text()
+    assert "ended early at step" in screen.text()
+    assert "finished" in screen.text()
+    assert "stopped" not in screen.text()
