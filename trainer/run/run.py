@@ -201,8 +201,7 @@ def compare_settings(
     }
     for name, (_, value) in shared.items():
         facts[name] = str(value)
-    for name, value in options.token_functions.manifest_fields.items():
-        facts[name] = str(value)
+    facts |= options.token_functions.names
     labels = {name: option for name, (option, _) in shared.items()}
     check_agreement(group, facts, hint=START_HINT, options=labels, warn=observer.warn)
 

@@ -167,6 +167,16 @@ class TokenFunctions:
     metric_fn: TokenMetrics | None = None
 
     @property
+    def names(self) -> dict[str, str]:
+        """Names of the functions, by argument of `prep.train`."""
+        functions = {"loss_fn": self.loss_fn, "metric_fn": self.metric_fn}
+        return {
+            argument: function_name(function)
+            for argument, function in functions.items()
+            if function is not None
+        }
+
+    @property
     def manifest_fields(self) -> Manifest:
         """Entry of a checkpoint's manifest: the name of the loss."""
         if self.loss_fn is None:
@@ -182,9 +192,9 @@ class TokenFunctions:
         """
         if self.metric_fn is None:
             check_metric_name(best_metric(recipe), ())
-        names = [name for name in ("loss_fn", "metric_fn") if getattr(self, name) is not None]
+        names = self.names
         if names and recipe.train.reduction == "exact":
-            why = f"the order of sums in `{names[0]}` is not fixed"
+            why = f"the order of sums in `{next(iter(names))}` is not fixed"
             raise usage_error(
                 "`train.reduction` is exact",
                 why,

@@ -44,6 +44,7 @@ from trainer.run.run import (
     connect_processes,
     run_together,
 )
+from trainer.training.eval_metrics import TokenFunctions
 
 # `prep train` in two processes: all end together, whatever happens to one of them, and a restart continues exactly.
 
@@ -327,6 +328,20 @@ def test_compare_settings_compares_versions_and_recipe(compared: dict[str, str])
         not {"cluster.process_id", "cluster.host0_address", "data.train", "data.cache"}
         & compared.keys()
     )
+
+
+def test_compare_settings_compares_the_functions_of_tokens(compared: dict[str, str]):
+    """Without the same metrics, one process would sum values that the others have not computed."""
+
+    def entropy(logits: Any, targets: Any) -> dict[str, Any]:
+        return {"entropy": logits}
+
+    path = recipes_folder() / "gpt-neo-1.3b.toml"
+    ui = open_ui("train", as_json=False, quiet=True, verbose=0)
+    settings = TrainSettings(path, token_functions=TokenFunctions(metric_fn=entropy))
+    compare_settings(SingleProcess(), load_recipe(path).recipe, settings, ui)
+    assert compared["metric_fn"].endswith("entropy")
+    assert "loss_fn" not in compared
 
 
 def checkpoint_facts(compared: dict[str, str], manifest: Mapping[str, Any]) -> dict[str, str]:
