@@ -244,14 +244,15 @@ def check_before_steps(
     if 0 < step < config.steps:
         now = config.manifest_fields.environment or {}
         warnings.append(environment_warning(manifest.environment, now, step=step))
-    warnings += run_warnings(run.recipe, config, last_step=step)
+    last_step = start.state_step(run.recipe)
+    warnings += run_warnings(run.recipe, config, last_step=last_step)
     if run.storage.is_on_disk:
         leaves = config.setup.model.saved_leaves
         warnings += disk_warnings(
             run.folder,
             run.recipe,
             leaves,
-            steps=range(step + 1, config.steps + 1),
+            steps=range(last_step + 1, config.steps + 1),
             save_every=config.save_every,
         )
     for warning in filter(None, warnings):
@@ -264,7 +265,7 @@ def run_warnings(recipe: Recipe, config: LoopConfig, *, last_step: int = 0) -> I
     Args:
         recipe: The recipe.
         config: Configuration of its loop.
-        last_step: The step to resume from. 0 without one.
+        last_step: The step to continue after. 0 without one.
     """
     n_rows = config.train.n_rows
     batch_size = config.order.batch_size

@@ -235,6 +235,15 @@ class StartCheckpoint:
         """Reader of the step to resume from: of the adapters in a run with LoRA, else of the model."""
         return self.adapter_reader or self.model_reader
 
+    def state_step(self, recipe: Recipe) -> int:
+        """Return the step of the state that training continues: of the run, or of its `model.training_state`.
+
+        0 without one.
+        """
+        if self.steps_taken or not recipe.model.training_state:
+            return self.steps_taken
+        return self.model_reader.manifest.step or 0
+
     def check_remaining(self, observer: Observer, *, has_state: bool) -> None:
         """Compare the tensors with the digests of the manifest, if the checkpoint has no checksums of its chunks.
 

@@ -137,7 +137,7 @@ def train(
                 return finish_exports(run, config, step=step, end_reason=end_reason)
             check_unread(run, start)
             display = displays.enter_context(
-                open_display(run, step, steps=config.steps, memory=memory)
+                open_display(run, start.state_step(run.recipe), steps=config.steps, memory=memory)
             )
             state = load_state(run, start, config)
             config = with_base_facts(run, start, config, state)

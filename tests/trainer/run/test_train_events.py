@@ -29,6 +29,7 @@ from tests.helpers.hub_server import hub_environment
 from tests.helpers.push_server import TOKEN, serve_push_hub
 from tests.helpers.run_cli import error_lines, run_failing, run_json, run_ok
 from tests.helpers.train_runs import read_losses, set_keys, start_train, wait_for_step
+from trainer.run import checks, display
 from trainer.run.exports import EXPORTS_FOLDER, remove_exports
 from trainer.run.run_record import ENVIRONMENT_FILE, SAMPLES_FILE, read_run
 from trainer.run.storage import TOKENS_FOLDER
@@ -186,6 +187,33 @@ def test_run_from_a_training_state_is_a_new_run(work_dir: Path, capsys: pytest.C
     assert (report["resumed_at"], environment["resumed_at"], report["step"]) == (0, 0, 12)
     assert sorted(eval_losses("next")) == [3, 12]
     assert eval_losses("next")[3] == eval_losses("first")[3], "the parameters of the start"
+
+
+def test_checks_of_a_training_state_begin_at_its_step(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The warnings and the bar are of the steps that are left."""
+    first = ("train", "recipe.toml", "--out", "first", "--stop-after", "3")
+    run_failing(capsys, STOPPED, *first)
+    begins: dict[str, int] = {}
+
+    def disk_warnings(*_: Any, steps: range, **__: Any) -> list[str]:
+        begins["disk"] = steps[0]
+        return []
+
+    def open_display(run: Any, step: int, **options: Any) -> Any:
+        begins["bar"] = step
+        return display.open_display(run, step, **options)
+
+    monkeypatch.setattr(checks, "disk_warnings", disk_warnings)
+    monkeypatch.setattr("trainer.run.train.open_display", open_display)
+    settings = ("model.path=first/3", "model.training_state=true", "train.steps=4")
+    profile = "train.profile={ start = 2, steps = 1 }"
+    keys = set_keys(*settings, profile)
+    report = run_json(capsys, "train", "recipe.toml", "--out", "next", *keys)
+    assert begins == {"disk": 4, "bar": 3}
+    (warning,) = [text for text in report["warnings"] if "profile" in text]
+    assert warning.endswith("the run resumes after step 3: nothing is recorded")
 
 
 def test_step_option_rejects_a_step_that_is_not_saved(
