@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Literal
 
 from prepcli.core.errors import PrepError
+from prepcli.core.intervals import is_due
 from prepcli.core.process_group import ProcessGroup, SingleProcess
 from prepcli.core.unexpected import as_prep_error
 from prepcli.engine.blobs import HostLeaf
@@ -402,8 +403,7 @@ def removable_steps(
     # Steps [10, 20, 30] with newest=2: [:-2] leaves [10]. Recipes do not allow newest=0: [:-0] is empty and would keep
     # every step.
     for step in steps[: -rule.newest]:
-        is_milestone = rule.milestones > 0 and step % rule.milestones == 0
-        if not is_milestone:
+        if not is_due(step, rule.milestones):
             old.append(step)
     # Manifests are read only if a step may be removed.
     kept = set(in_use)
@@ -487,7 +487,7 @@ class StepExports:
 
     def start(self, step: int) -> None:
         """Export a step in the background if it is due."""
-        if step % self._every or self._is_abandoned:
+        if not is_due(step, self._every) or self._is_abandoned:
             return
         # Before the queue: the thread may end a short export at once, and its `discard` must come after this `add`.
         # Otherwise the step would count as in use forever.

@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prepcli.core.errors import Key, Option, PrepError, text, usage_error
 from prepcli.core.formatting import count_text, format_bytes
+from prepcli.core.intervals import EventSteps, is_due, num_due
 from prepcli.core.json_values import HFConfig
 from prepcli.core.observer import Observer
 from prepcli.engine.budget import cgroup_memory_limit, system_memory
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
     from trainer.nn.model_spec import ModelSpec
     from trainer.run.start import StartCheckpoint
     from trainer.training.datasets import DataModel
-    from trainer.training.events import Interval, LoopConfig
+    from trainer.training.events import LoopConfig
 
 
 def check_inputs(
@@ -252,8 +253,8 @@ def check_before_steps(
             run.folder,
             run.recipe,
             leaves,
-            steps=range(last_step + 1, config.steps + 1),
-            save_every=config.save_every,
+            first_step=last_step + 1,
+            save_steps=config.save_steps,
         )
     for warning in filter(None, warnings):
         run.observer.warn(warning)
@@ -495,8 +496,8 @@ def disk_warnings(
     recipe: Recipe,
     leaves: Mapping[str, ParamLeaf],
     *,
-    steps: range,
-    save_every: Interval,
+    first_step: int,
+    save_steps: EventSteps,
 ) -> Iterator[str]:
     """Yield a warning if the kept checkpoints, the one being written, and exports exceed the free disk space.
 
@@ -504,21 +505,22 @@ def disk_warnings(
         folder: Folder of the run.
         recipe: The recipe.
         leaves: Parameters in its checkpoints, by path.
-        steps: Steps that are left.
-        save_every: Steps between two checkpoints, without milestones and exports.
+        first_step: The next step.
+        save_steps: Steps that are saved.
     """
+    steps = range(first_step, save_steps.last + 1)
     if not steps:
         return
     table = recipe.checkpoint
-    saves = _num_saves(steps, (save_every, table.milestones, table.export_every))
+    saves = save_steps.count_from(first_step)
     num_checkpoints = saves
     if table.keep != "all":
         # The kept ones, and a new one before an old one is removed
-        num_checkpoints = min(saves, table.keep + 1) + _num_multiples(steps, table.milestones)
+        num_checkpoints = min(saves, table.keep + 1) + num_due(steps, table.milestones)
     if table.best is not None:
         num_checkpoints += 1
-    num_exports = _num_multiples(steps, table.export_every)
-    if table.push is not None and not (table.export_every and steps[-1] % table.export_every == 0):
+    num_exports = num_due(steps, table.export_every)
+    if table.push is not None and not is_due(save_steps.last, table.export_every):
         num_exports += 1
     checkpoint_size, export_size = checkpoint_nbytes(recipe, leaves), _params_nbytes(recipe, leaves)
     free_nbytes = shutil.disk_usage(_nearest_existing_folder(folder)).free
@@ -528,24 +530,6 @@ def disk_warnings(
             sizes += f" and {count_text(num_exports, 'export')} of {format_bytes(export_size)}"
         free = format_bytes(free_nbytes)
         yield f"{folder} will hold {sizes}, its disk has {free} free: a smaller `checkpoint.keep`"
-
-
-def _num_saves(steps: range, intervals: Iterable[Interval]) -> int:
-    """Return the number of saves at the intervals and the last step, or rarely a few more."""
-    every = set(filter(None, intervals))
-    # A multiple of another interval adds no saves.
-    distinct = [n for n in every if not any(n != m and n % m == 0 for m in every)]
-    count = sum(_num_multiples(steps, n) for n in distinct)
-    if not any(steps[-1] // n > (steps[-1] - 1) // n for n in distinct):
-        count += 1
-    return min(count, len(steps))
-
-
-def _num_multiples(steps: range, interval: Interval) -> int:
-    """Return the number of multiples of an interval, rounded up to steps. 0 for the interval 0."""
-    if not interval:
-        return 0
-    return steps[-1] // interval - (steps[0] - 1) // interval
 
 
 def _nearest_existing_folder(folder: Path) -> Path:

@@ -85,8 +85,7 @@ def describe_missing_exports(run: Run, last_step: int) -> str:
     unexported: list[str] = []
     for step in steps:
         # An export has its name only when it is complete, as every output.
-        is_due = checkpoint.export_every > 0 and step % checkpoint.export_every == 0
-        if is_due and not _export_folder(run, step).exists():
+        if is_due(step, checkpoint.export_every) and not _export_folder(run, step).exists():
             unexported.append(f"step {step}")
     parts: list[str] = []
     if unexported:

@@ -26,12 +26,13 @@ from trainer.run.storage import explain_removed_step
 from trainer.run.summary import rounding_environment, rounding_text, run_summary_lines
 
 if TYPE_CHECKING:
+    from prepcli.core.intervals import Interval
     from prepcli.models.layer_config import DropoutConfig
     from trainer.data.order import RowOrder
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import ModelSpec
     from trainer.training.datasets import Datasets
-    from trainer.training.events import Interval, LoopConfig
+    from trainer.training.events import LoopConfig
     from trainer.training.samples import Sampler
     from trainer.training.step import TrainState
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
+from prepcli.core.intervals import EventSteps, Interval
 from prepcli.planning.manifest_fields import Manifest
 from trainer.data.order import RowOrder, num_eval_batches
 from trainer.data.packing import Dataset
@@ -32,24 +32,6 @@ from trainer.training.feed import STOP
 if TYPE_CHECKING:
     from trainer.training.samples import Sampler
     from trainer.training.step import StepSetup
-
-# Steps. 0 means never.
-Interval = int | Fraction
-
-
-def is_due(step: int, every: Interval) -> bool:
-    """Return whether an event happens after a step: the first step that completes a multiple of the interval."""
-    # With every = 5/2, the quotients of steps 1 to 5 are 0 0 1 1 2: it happens after steps 3 and 5.
-    return bool(every) and step // every > (step - 1) // every
-
-
-def num_due(first_step: int, last_step: int, every: Interval) -> int:
-    """Return how often an event happens after the steps of a range, if it always happens after the last one."""
-    count = 0
-    if every:
-        count = last_step // every - (first_step - 1) // every
-    return count + (not is_due(last_step, every))
-
 
 # The forward pass takes about a third of the operations of a training step: the backward pass takes twice as many.
 FORWARD_SHARE = 1 / 3
@@ -82,10 +64,20 @@ class LoopConfig:
         return self.eval_every > 0 if at_start is None else at_start
 
     @property
-    def save_intervals(self) -> tuple[Interval, ...]:
-        """Intervals at which checkpoints are saved: `save_every`, milestones and exports."""
+    def evaluation_steps(self) -> EventSteps:
+        """Steps after which the parameters are evaluated, if there are rows for it."""
+        return EventSteps((self.eval_every,), self.steps)
+
+    @property
+    def sample_steps(self) -> EventSteps:
+        """Steps after which texts are generated, if there are prompts."""
+        return EventSteps((self.recipe.log.sample_every,), self.steps)
+
+    @property
+    def save_steps(self) -> EventSteps:
+        """Steps that are saved, whatever their loss is: at `save_every`, milestones and exports."""
         table = self.recipe.checkpoint
-        return (self.save_every, table.milestones, table.export_every)
+        return EventSteps((self.save_every, table.milestones, table.export_every), self.steps)
 
     @property
     def best_metric(self) -> BestMetric:
@@ -98,7 +90,7 @@ class LoopConfig:
             return False
         if step == 0:
             return self.evaluates_at_start
-        return step == self.steps or is_due(step, self.eval_every)
+        return self.evaluation_steps.is_due(step)
 
     def num_samples_due(self, step: int, *, ends_early: bool = False) -> int:
         """Return the number of texts that are generated after a step, or before the first one.
@@ -107,16 +99,11 @@ class LoopConfig:
             step: The step.
             ends_early: Whether it is the last step of a run that ends early.
         """
-        every = self.recipe.log.sample_every
-        is_last = ends_early or step == self.steps
-        is_sampled = is_last or is_due(step, every) or (step == 0 and bool(every))
+        # Step 0 completes a multiple of every interval.
+        is_sampled = ends_early or self.sample_steps.is_due(step)
         if self.sampler is None or not is_sampled:
             return 0
         return len(self.sampler.prompts)
-
-    def is_save_due(self, step: int) -> bool:
-        """Return whether a step is saved, whatever its loss is."""
-        return step == self.steps or any(is_due(step, every) for every in self.save_intervals)
 
     def end_reason(self, step: int, patience: Patience) -> str:
         """Return why a run ends with a step before its last one, or an empty text. See `Patience`."""
@@ -176,12 +163,10 @@ class LoopConfig:
             )
             num_steps = num_batches * self.eval_batch_size / self.order.batch_size
             evaluation_s = seconds.get("evaluate", FORWARD_SHARE * step_s * num_steps)
-            total_s += evaluation_s * num_due(step, self.steps, self.eval_every)
+            total_s += evaluation_s * self.evaluation_steps.count_from(step)
         if self.sampler is not None:
-            sample_every = self.recipe.log.sample_every
-            total_s += seconds.get("sample", 0.0) * num_due(step, self.steps, sample_every)
-        num_saves = max(num_due(step, self.steps, every) for every in self.save_intervals)
-        total_s += seconds.get("save", 0.0) * num_saves
+            total_s += seconds.get("sample", 0.0) * self.sample_steps.count_from(step)
+        total_s += seconds.get("save", 0.0) * self.save_steps.count_from(step)
         # The run waits for the last save, which is written in the background.
         return total_s + seconds.get("write", 0.0)
 

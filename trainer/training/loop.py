@@ -271,7 +271,7 @@ class Loop:
         # A signal may stop them.
         config = self.config
         is_evaluation_due = config.is_evaluation_due(self.step)
-        is_save_due = config.is_save_due(self.step)
+        is_save_due = config.save_steps.is_due(self.step)
         try:
             # Saved first: a process may be killed during the evaluation. Only a manifest that records the evaluation
             # needs it. A signal during this evaluation saves the step without it.

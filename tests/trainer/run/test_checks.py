@@ -17,6 +17,7 @@ import jax
 import pytest
 
 from prepcli.core.errors import USAGE, PrepError
+from prepcli.core.intervals import EventSteps
 from prepcli.models.lora_config import LoraConfig
 from prepcli.models.mesh import parse_mesh
 from prepcli.models.param_tree import ParamLeaf
@@ -445,7 +446,12 @@ def test_disk_warnings_name_checkpoints_beyond_the_disk(
     # A checkpoint has 12 bytes per parameter, an export 4.
     numbers = [int(number) for number in re.findall(r"\d+", held)]
     count = free // sum(n * size for n, size in zip(numbers, (12, 4), strict=False))
-    options: dict[str, Any] = {"steps": range(steps[0], steps[1] + 1), "save_every": every}
+    table = made.checkpoint
+    intervals = (every, table.milestones, table.export_every)
+    options: dict[str, Any] = {
+        "first_step": steps[0],
+        "save_steps": EventSteps(intervals, steps[1]),
+    }
     assert list(disk_warnings(tmp_path / "run", made, leaves(count), **options)) == []
     (doubt,) = disk_warnings(tmp_path / "run", made, leaves(count + 1), **options)
     assert f"will hold {held}" in re.sub(r" of \d+ bytes", "", doubt)
@@ -453,8 +459,8 @@ def test_disk_warnings_name_checkpoints_beyond_the_disk(
 
 def test_disk_warnings_are_for_steps_that_are_left(tmp_path: Path, free: int):
     made = recipe(tmp_path)
-    steps = range(21, 21)
-    assert not list(disk_warnings(tmp_path / "run", made, leaves(free), steps=steps, save_every=5))
+    options: dict[str, Any] = {"first_step": 21, "save_steps": EventSteps((5,), 20)}
+    assert not list(disk_warnings(tmp_path / "run", made, leaves(free), **options))
 
 
 # Whether a run may resume with other keys, data or another learning rate schedule.

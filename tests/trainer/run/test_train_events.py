@@ -197,8 +197,8 @@ def test_checks_of_a_training_state_begin_at_its_step(
     run_failing(capsys, STOPPED, *first)
     begins: dict[str, int] = {}
 
-    def disk_warnings(*_: Any, steps: range, **__: Any) -> list[str]:
-        begins["disk"] = steps[0]
+    def disk_warnings(*_: Any, first_step: int, **__: Any) -> list[str]:
+        begins["disk"] = first_step
         return []
 
     def open_display(run: Any, step: int, **options: Any) -> Any:

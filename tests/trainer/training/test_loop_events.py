@@ -31,8 +31,6 @@ from trainer.training.events import (
     LoopConfig,
     MissingEvents,
     StepProfiler,
-    is_due,
-    num_due,
 )
 from trainer.training.loop import Loop
 from trainer.training.metrics import METRICS_FILE, MetricsFileLog, SamplesFileLog, read_metrics
@@ -56,13 +54,6 @@ def run_loop(
     )
     loop.run()
     return store, loop
-
-
-def test_interval_is_due_at_the_first_step_that_completes_it():
-    every = Fraction(5, 2)
-    assert [step for step in range(1, 11) if is_due(step, every)] == [3, 5, 8, 10]
-    assert [step for step in range(1, 11) if is_due(step, 4)] == [4, 8]
-    assert not any(is_due(step, 0) for step in range(1, 11))
 
 
 def test_unrounded_steps_for_epochs_are_exact_fractions():
@@ -529,12 +520,6 @@ def test_error_of_an_abandonable_call_is_raised():
         run_abandonable(fail)
 
 
-@pytest.mark.parametrize("every", [0, 1, 4, 5, 12])
-def test_number_of_due_events_counts_the_last_step(every: int):
-    due = [step for step in range(3, 13) if is_due(step, every) or step == 12]
-    assert num_due(3, 12, every) == len(due)
-
-
 def test_remaining_time_has_evaluations_saves_and_samples(sampler: Sampler):
     job = make_job(steps=10, eval_every=4, save_every=5, sampler=sampler, sample_every=10)
     seconds = {"evaluate": 60.0, "save": 3.0, "write": 2.0, "sample": 7.0}
@@ -542,6 +527,13 @@ def test_remaining_time_has_evaluations_saves_and_samples(sampler: Sampler):
     assert job.remaining_s(2, step_s=2.0, seconds=seconds) == 16 + 180 + 6 + 2 + 7
     # Before the first evaluation: five sequences of 8 in a step, and a third of the operations
     assert job.remaining_s(2, step_s=2.0, seconds={}) == pytest.approx(16 + 3 * 2 * 5 / 8 / 3)
+
+
+def test_remaining_time_has_the_saves_of_all_intervals():
+    job = make_job(steps=12, eval_every=0, save_every=4, also_save_every=(6, 5))
+    # Saves after steps 4, 5, 6, 8, 10 and 12, and the evaluation after the last step
+    seconds = {"evaluate": 0.0, "save": 3.0}
+    assert job.remaining_s(2, step_s=1.0, seconds=seconds) == 10 + 6 * 3
 
 
 def test_interrupted_events_are_not_measured():
