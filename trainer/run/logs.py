@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prepcli.core.errors import Key, PrepError, text, usage_error
 from prepcli.execution.training_storage import RunStorage
@@ -165,8 +165,12 @@ class TensorBoardLog(MetricsLog):
         )
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Close the file."""
-        self._writer.close()
+        """Close the file. Raise PrepError if the disk refuses the rest, unless the run has failed already."""
+        try:
+            self._writer.close()
+        except OSError as error:
+            if not has_failed:
+                raise self._write_error(error) from error
 
     def _add_event(self, event: Any) -> None:
         try:
@@ -262,7 +266,6 @@ class WandbLog(MetricsLog):
         if run_id:
             self._logged = logged
         self._warn = warn
-        self._errors = (wandb.Error, OSError)
         try:
             run = wandb.init(
                 **options,
@@ -273,10 +276,10 @@ class WandbLog(MetricsLog):
                 config=dict(config),
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        except self._errors as error:
+        except Exception as error:
             raise PrepError(
                 "W&B did not start a run",
-                str(error),
+                _error_text(error),
                 "`log.wandb.offline = true`, or `wandb login`",
             ) from error
         self.run_id: str = run.id
@@ -288,7 +291,8 @@ class WandbLog(MetricsLog):
             return
         try:
             self._run.log(metric_values(line), step=line_step(line))
-        except self._errors as error:
+        # Not only `wandb.Error`: a service that has ended raises an error of its own.
+        except Exception as error:
             self._stop_logging(error)
 
     def close(self, *, has_failed: bool = False) -> None:
@@ -301,12 +305,16 @@ class WandbLog(MetricsLog):
             return
         try:
             self._run.finish(exit_code=int(has_failed))
-        except self._errors as error:
+        except Exception as error:
             self._stop_logging(error)
 
     def _stop_logging(self, error: Exception) -> None:
         self._run = None
-        self._warn(f"W&B failed and gets no more metrics of this run: {error}")
+        self._warn(f"W&B failed and gets no more metrics of this run: {_error_text(error)}")
+
+
+def _error_text(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def import_wandb() -> Any:
@@ -331,8 +339,19 @@ def _read_id(folder: Path) -> str:
         raise PrepError(what, error.strerror or str(error), ACCESS_HINT) from error
 
 
+class OptionalLog(Protocol):
+    """The class of an optional log."""
+
+    def check(self, setting: Any, storage: RunStorage) -> None:
+        """Check that a run can have the log. See `check_logs`."""
+
+    def open(self, run: Run, setting: Any, step: int) -> MetricsLog:
+        """Open the log of a run. See `open_logs`."""
+        ...
+
+
 # The optional logs by their keys of the recipe's `[log]`. Each gets the value of its key.
-LOGS = {"csv": CsvLog, "tensorboard": TensorBoardLog, "wandb": WandbLog}
+LOGS: Mapping[str, OptionalLog] = {"csv": CsvLog, "tensorboard": TensorBoardLog, "wandb": WandbLog}
 
 
 def check_logs(log: Log, storage: RunStorage) -> None:
@@ -346,7 +365,7 @@ def check_logs(log: Log, storage: RunStorage) -> None:
         kind.check(setting, storage)
 
 
-def _enabled_logs(log: Log) -> Iterator[tuple[Any, Any]]:
+def _enabled_logs(log: Log) -> Iterator[tuple[OptionalLog, Any]]:
     """Yield the classes of the optional logs of a recipe, and the value of the key of each."""
     for key, kind in LOGS.items():
         setting = getattr(log, key)

@@ -422,10 +422,15 @@ class FileLog(RunLog):
             raise self._write_error(error) from error
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Close the file."""
-        if self._fd != -1:
-            os.close(self._fd)
-            self._fd = -1
+        """Close the file. Raise PrepError if the disk refuses it, unless the run has failed already."""
+        fd = self._fd
+        self._fd = -1
+        try:
+            if fd != -1:
+                os.close(fd)
+        except OSError as error:
+            if not has_failed:
+                raise self._write_error(error) from error
 
     def _write_error(self, error: OSError) -> PrepError:
         return PrepError(f"cannot write {self.path}", error.strerror or str(error), ACCESS_HINT)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import errno
 import math
+import os
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -139,12 +141,15 @@ class FakeWandb:
         self.exit_codes: list[int] = []
         # The error that each call of a run raises, or None.
         self.error: Exception | None = None
+        self.init_error: Exception | None = None
 
     def Settings(self, **values: Any) -> dict[str, Any]:  # noqa: N802
         return values
 
     def init(self, **arguments: Any) -> Any:
         self.inits.append(arguments)
+        if self.init_error is not None:
+            raise self.init_error
         run_id = arguments["id"] or f"new{len(self.inits)}"
         return SimpleNamespace(id=run_id, log=self._log, finish=self._finish)
 
@@ -215,7 +220,14 @@ def test_evaluation_is_logged_after_a_kill_at_its_step(wandb: FakeWandb, tmp_pat
     assert wandb.logged == [(8, {"eval/loss": 2.0})]
 
 
-@pytest.mark.parametrize("error", [ConnectionResetError("reset"), RuntimeError("refused")])
+class MailboxClosedError(Exception):
+    """The error of W&B after its service has ended, which is no `wandb.Error`."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConnectionResetError("reset"), RuntimeError("refused"), MailboxClosedError("service ended")],
+)
 def test_failure_of_wandb_is_one_warning(wandb: FakeWandb, tmp_path: Path, error: Exception):
     warnings: list[str] = []
     log, wandb.error = open_log(tmp_path, 0, warnings=warnings), error
@@ -226,6 +238,12 @@ def test_failure_of_wandb_is_one_warning(wandb: FakeWandb, tmp_path: Path, error
     log = open_log(tmp_path, 0, warnings=warnings)
     log.close()
     assert len(warnings) == 2
+
+
+def test_start_that_wandb_refuses_is_an_error(wandb: FakeWandb, tmp_path: Path):
+    wandb.init_error = MailboxClosedError()
+    with pytest.raises(PrepError, match="W&B did not start a run - MailboxClosedError"):
+        open_log(tmp_path, 0)
 
 
 def test_failed_run_has_an_exit_code(wandb: FakeWandb, tmp_path: Path):
@@ -343,6 +361,24 @@ def test_restarted_run_replaces_all_steps(tmp_path: Path):
     write_lines(tmp_path, 0, 5)
     write_lines(tmp_path, 0, 2)
     assert read_scalars(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0)]
+
+
+def test_event_file_that_cannot_be_closed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The error that ended the run is kept."""
+    pytest.importorskip("tensorboard")
+    log = TensorBoardLog(tmp_path, 0)
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(log._writer, "close", fail)
+        with pytest.raises(PrepError, match=f"cannot write {tmp_path} - No space left"):
+            log.close()
+        log.close(has_failed=True)
+    log.close()
 
 
 # Curves and values of long runs in bounded memory.

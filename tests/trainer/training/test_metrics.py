@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +40,25 @@ def test_metrics_file_lines_are_visible_at_once(tmp_path: Path):
     log.write({"step": 1, "loss": 2.5})
     log.write({"step": 2, "loss": None})
     assert read_metrics(tmp_path / "m") == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": None}]
+
+
+def test_metrics_file_that_cannot_be_closed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A network file system may report a failed write only here. The error that ended the run is kept."""
+    close = os.close
+
+    def fail(fd: int) -> None:
+        close(fd)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    for has_failed in (False, True):
+        log = MetricsFileLog(tmp_path / "m", 0)
+        expected = nullcontext() if has_failed else pytest.raises(PrepError, match="cannot write")
+        with monkeypatch.context() as patch, expected:
+            patch.setattr(os, "close", fail)
+            log.close(has_failed=has_failed)
+        log.close()
 
 
 def test_metrics_file_drops_later_and_incomplete_lines(tmp_path: Path):
