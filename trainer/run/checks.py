@@ -227,7 +227,7 @@ def check_before_steps(
         run: The run. Process 0 checks it, as another process may not see its folder.
         start: Open start checkpoint.
         config: Configuration of the loop.
-        changed: Recipe keys whose values differ, as (value when the run began, value now).
+        changed: Recipe keys whose values differ, as (value at the last start, value now).
 
     Raises:
         PrepError: The data, the batch size, the schedule or the training state do not fit the earlier steps.

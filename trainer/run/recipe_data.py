@@ -102,7 +102,7 @@ def run_datasets(
         start: Open start checkpoint.
         model: The model to train.
         model_config: config.json of the model, with the recipe's changes.
-        changed: Changed recipe keys of a resumed run, as (value when the run began, value now).
+        changed: Changed recipe keys of a resumed run, as (value at the last start, value now).
         scratch_dir: Folder for missing tokens in a dry run, which must not write to the run's folder. None
             if it is not a dry run.
     """

@@ -101,7 +101,7 @@ def check_changed_keys(changed: Mapping[str, tuple[Any, Any]]) -> None:
     """Check whether a run may resume with changed recipe keys. The data is not read yet.
 
     Args:
-        changed: Recipe keys whose values differ, as (value when the run began, value now).
+        changed: Recipe keys whose values differ, as (value at the last start, value now).
 
     Raises:
         PrepError: A key changed that must not.
@@ -118,7 +118,9 @@ def check_changed_keys(changed: Mapping[str, tuple[Any, Any]]) -> None:
         if not may_change:
             changes.append(f"{key}: {change_text(values)}")
     if changes:
-        raise PrepError("the run began with another recipe", ", ".join(changes), restart_hint())
+        raise PrepError(
+            "the recipe has changed since the last start", ", ".join(changes), restart_hint()
+        )
 
 
 def check_resumable(
@@ -133,7 +135,7 @@ def check_resumable(
     Args:
         manifest: Manifest of the checkpoint.
         config: The resuming run.
-        changed: Recipe keys whose values differ, as (value when the run began, value now).
+        changed: Recipe keys whose values differ, as (value at the last start, value now).
         step: Step of the checkpoint.
 
     Raises:
@@ -153,7 +155,7 @@ def check_resumable(
             decay_steps = Key("optimizer.decay_steps", rates["decay"][0], is_override=True)
             hint = text("{} keeps it; {}", decay_steps, hint)
         why = _schedule_change(rates, changed)
-        raise PrepError("the learning rate schedule has changed since the run began", why, hint)
+        raise PrepError("the learning rate schedule has changed since the last start", why, hint)
     if step > config.steps:
         raise PrepError(
             f"the run is at step {step}", f"the recipe has only {config.steps} steps", hint
@@ -261,7 +263,7 @@ def unread_warning(start: StartCheckpoint, config: LoopConfig) -> str:
 
 
 def changed_keys(recipe_file: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Return the recipe keys with changed values since the run began, as (value then, value now)."""
+    """Return the recipe keys with changed values since the last start, as (value then, value now)."""
     if recipe_file.exists() and not recipe_file.is_file():
         raise not_regular_error(recipe_file)
     earlier_recipe = load_recipe(recipe_file).recipe

@@ -492,7 +492,7 @@ def test_schedule_without_a_decay_can_be_extended(kind: str):
 def test_error_names_the_changed_schedule():
     with pytest.raises(PrepError) as caught:
         check(schedule("linear"), schedule("wsd", cooldown=5))
-    assert caught.value.what == "the learning rate schedule has changed since the run began"
+    assert caught.value.what == "the learning rate schedule has changed since the last start"
     assert caught.value.why == 'kind "linear" -> "wsd", cooldown not set -> 5'
     assert caught.value.hint.startswith("`--restart`")
 
@@ -537,7 +537,7 @@ def test_moved_sources_may_have_other_paths(change: dict[str, Any], is_allowed: 
     with (
         nullcontext()
         if is_allowed
-        else pytest.raises(PrepError, match=r"another recipe - data\.sources: ")
+        else pytest.raises(PrepError, match=r"the last start - data\.sources: ")
     ):
         check_changed_keys(changed)
 

@@ -219,13 +219,19 @@ def test_resume_rejects_changed_recipe_and_data(work_dir: Path, capsys: pytest.C
     Path("recipe.toml").write_text(recipe.replace("decay_steps = 12\n", ""))
     assert run_code("train", "recipe.toml", "--stop-after", "2") == STOPPED
     code, what, why, hint = train_error(capsys, "--set", "optimizer.weight_decay=0.5")
-    assert (code, what) == (FAILED, "the run began with another recipe")
+    assert (code, what) == (FAILED, "the recipe has changed since the last start")
     assert why == "optimizer.weight_decay: 0.0 -> 0.5"
     assert "`--restart`" in hint
     code, what, why, hint = train_error(capsys, "--set", "train.steps=24")
-    assert (code, what) == (FAILED, "the learning rate schedule has changed since the run began")
+    assert (code, what) == (FAILED, "the learning rate schedule has changed since the last start")
     assert why == "train.steps: 12 -> 24 (of the schedule: decay 12 -> 24)"
     assert hint.startswith("`--set optimizer.decay_steps=12` keeps it")
+    # Each start writes its recipe to the run.
+    longer = set_keys("train.steps=16", "optimizer.decay_steps=12")
+    assert run_code("train", "recipe.toml", "--stop-after", "1", *longer) == STOPPED
+    code, what, why, hint = train_error(capsys, "--set", "train.steps=24")
+    assert (code, what) == (FAILED, "the learning rate schedule has changed since the last start")
+    assert why.startswith("train.steps: 16 -> 24, optimizer.decay_steps: 12 -> not set")
     text = (work_dir / "text.txt").read_text()
     (work_dir / "text.txt").write_text(text + " w1")
     code, what, *_ = train_error(capsys)

@@ -41,10 +41,10 @@ def test_resumed_run_and_export_keep_the_rope(capsys: pytest.CaptureFixture[str]
     assert run_code("train", "recipe.toml", "--stop-after", "2", *LONG) == STOPPED
     capsys.readouterr()
     code, what, why, _ = train_error(capsys, *LONG, "--set", "model.rope_theta=5e5")
-    assert (code, what) == (FAILED, "the run began with another recipe")
+    assert (code, what) == (FAILED, "the recipe has changed since the last start")
     assert why == "model.rope_theta: not set -> 500000.0"
     code, what, why, _ = train_error(capsys, *LONG[2:])
-    assert (code, what) == (FAILED, "the run began with another recipe")
+    assert (code, what) == (FAILED, "the recipe has changed since the last start")
     assert why == 'model.rope_scaling: {rope_type = "yarn", factor = 4.0} -> not set'
     assert main(["train", "recipe.toml", *LONG]) == OK
     assert ROPE_LINE in capsys.readouterr().err
@@ -270,7 +270,7 @@ def test_run_with_dropout_prints_it_and_keeps_it(capsys: pytest.CaptureFixture[s
         "dropout attention 0.1, residual 0.25; forgetful causal masking" in capsys.readouterr().err
     )
     code, what, why, _ = train_error(capsys, *DROPOUT[:2])
-    assert (code, what) == (FAILED, "the run began with another recipe")
+    assert (code, what) == (FAILED, "the recipe has changed since the last start")
     assert why == "model.fcm_ratio: [0.0, 0.15] -> [0.0, 0.0]"
 
 
