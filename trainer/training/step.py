@@ -293,17 +293,15 @@ def train_step(
         `skipped` and `in_row` of skipped steps, in total and in a row, and `STOP` if the batch has it.
     """
     params = state["params"]
-    trained = setup.trained_params(params)
-    stop_signals = batch.get(STOP)
-    batch = {name: array for name, array in batch.items() if name != STOP}
+    rows = {name: array for name, array in batch.items() if name != STOP}
     if setup.dropout.is_active:
         # A row's masks depend on its index in the step's batch. The index stays with the row when
         # the batch is split into micro-batches and over devices.
-        batch[ROW_IDS] = jnp.arange(len(batch["tokens"]), dtype=jnp.uint32)
+        rows[ROW_IDS] = jnp.arange(len(rows["tokens"]), dtype=jnp.uint32)
     factor: Array | None = None
     if setup.loss_scale:
-        factor = setup.loss_scale.factor(state, batch["tokens"].size)
-    gradients, sums, norm = _sum_gradients(params, batch, state["step"], setup=setup, factor=factor)
+        factor = setup.loss_scale.factor(state, rows["tokens"].size)
+    gradients, sums, norm = _sum_gradients(params, rows, state["step"], setup=setup, factor=factor)
     # The loss of a batch is L = sum_t w_t l_t / W with W = sum_t w_t. `gradients` belong to the
     # sum alone. Micro-batches and devices see only a part of W: dividing once, here, makes the
     # result independent of them.
@@ -311,19 +309,66 @@ def train_step(
     if norm is None:
         norm = optax.tree.norm(gradients)
     grad_norm = norm / weight
+    is_valid = _is_valid(sums, grad_norm)
+    gradients = _mean_gradients(
+        gradients,
+        weight,
+        grad_norm,
+        is_valid=is_valid,
+        clip_norm=setup.optimizer.table.clip_norm,
+    )
+    # The schedule counts the steps that changed the parameters.
+    learning_rate = setup.optimizer.lr_schedule.learning_rate(state["step"] - state["skipped"])
+    new_state = _next_state(
+        state, gradients, learning_rate, grad_norm=grad_norm, is_valid=is_valid, setup=setup
+    )
+    metrics = {
+        **sums,
+        "grad_norm": grad_norm,
+        "lr": learning_rate,
+        "skipped": new_state["skipped"],
+        "in_row": new_state["skipped_in_row"],
+    }
+    if STOP in batch:
+        # The maximum over the processes: if one must stop, all stop after this step.
+        metrics[STOP] = jnp.max(batch[STOP])
+    return new_state, metrics
+
+
+def _is_valid(sums: Mapping[str, Array], grad_norm: Array) -> Array:
+    """Return whether a step may change the parameters: its numbers are finite, and a token has a weight."""
     is_valid = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"]) & (sums["weight"] > 0)
     if "z_loss" in sums:
         is_valid &= jnp.isfinite(sums["z_loss"])
+    return is_valid
+
+
+def _mean_gradients(
+    gradients: Tree, weight: Array, grad_norm: Array, *, is_valid: Array, clip_norm: float
+) -> Tree:
+    """Divide summed gradients by the weight of the batch, and clip them. They are 0 if the step is not valid."""
     scale = 1.0 / weight
-    if setup.optimizer.table.clip_norm:
+    if clip_norm:
         # Clipping by the global norm, g * min(1, c / |g|): Pascanu et al. 2013,
         # https://arxiv.org/abs/1211.5063
-        clip = setup.optimizer.table.clip_norm / jnp.maximum(grad_norm, MIN_DIVISOR)
+        clip = clip_norm / jnp.maximum(grad_norm, MIN_DIVISOR)
         scale = jnp.minimum(1.0, clip) / weight
     # A skipped step selects with `where`: a product with 0 would keep a nan.
-    gradients = jax.tree.map(lambda gradient: jnp.where(is_valid, gradient * scale, 0.0), gradients)
-    # The schedule counts the steps that changed the parameters.
-    learning_rate = setup.optimizer.lr_schedule.learning_rate(state["step"] - state["skipped"])
+    return jax.tree.map(lambda gradient: jnp.where(is_valid, gradient * scale, 0.0), gradients)
+
+
+def _next_state(
+    state: TrainState,
+    gradients: Tree,
+    learning_rate: Array,
+    *,
+    grad_norm: Array,
+    is_valid: Array,
+    setup: StepSetup,
+) -> TrainState:
+    """Apply the optimizer. Keep parameters and optimizer state if the step is not valid."""
+    params = state["params"]
+    trained = setup.trained_params(params)
     updated, opt_state = setup.optimizer.update(
         gradients,
         state["opt_state"],
@@ -336,7 +381,7 @@ def train_step(
     scale_state: ScaleState = {}
     if setup.loss_scale:
         scale_state = setup.loss_scale.next_state(state, jnp.isfinite(grad_norm))
-    new_state: TrainState = {
+    return {
         "params": setup.with_trained_params(params, _select_tree(is_valid, updated, trained)),
         "opt_state": _select_tree(is_valid, opt_state, state["opt_state"]),
         "step": state["step"] + 1,
@@ -346,17 +391,6 @@ def train_step(
         "skipped_in_row": (state["skipped_in_row"] + 1) * is_skipped,
         **scale_state,
     }
-    metrics = {
-        **sums,
-        "grad_norm": grad_norm,
-        "lr": learning_rate,
-        "skipped": new_state["skipped"],
-        "in_row": new_state["skipped_in_row"],
-    }
-    if stop_signals is not None:
-        # The maximum over the processes: if one must stop, all stop after this step.
-        metrics[STOP] = jnp.max(stop_signals)
-    return new_state, metrics
 
 
 def _select_tree(condition: Array, if_true: Any, if_false: Any) -> Any:
