@@ -91,6 +91,24 @@ def derive_key(key: RandomKey, first: Array | int, second: Array | int = 0) -> R
     return RandomKey(x, y)
 
 
+class RandomStream(IntEnum):
+    """The uses of random numbers in a training step, by number. The numbers enter the keys."""
+
+    DROPOUT = 0
+    ROUNDING = 1
+
+
+def step_key(stream: RandomStream, *, seed: int, step: Array) -> RandomKey:
+    """Return the key of the random numbers of a step.
+
+    Args:
+        stream: Their use. No two uses have equal numbers.
+        seed: The seed of the run, from 0 to 2^32 - 1.
+        step: Number of the step, int32 [].
+    """
+    return derive_key(RandomKey(uint32(seed), uint32(stream)), step)
+
+
 def random_bits(key: RandomKey, index: Array) -> Array:
     """Return the uint32 at an index of each stream."""
     x = uint32(index) ^ key.first
@@ -277,7 +295,7 @@ def step_dropout(config: DropoutConfig, *, seed: int, step: Array, row_ids: Arra
         step: Number of the step, int32 [].
         row_ids: Index of each row in the batch of the step, uint32 [B].
     """
-    return Dropout(config, derive_key(RandomKey(uint32(seed), uint32(0)), step), row_ids)
+    return Dropout(config, step_key(RandomStream.DROPOUT, seed=seed, step=step), row_ids)
 
 
 def _drop_features(x: Array, row_keys: RandomKey, positions: Array, rate: float) -> Array:

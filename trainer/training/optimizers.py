@@ -27,7 +27,7 @@ from prepcli.models.param_tree import (
     unflatten_tree,
 )
 from prepcli.models.rules import path_without_layers
-from trainer.nn.dropout import RandomKey, derive_key, random_bits, uint32
+from trainer.nn.dropout import RandomStream, derive_key, random_bits, step_key, uint32
 from trainer.recipe.lr_schedule import LRSchedule, build_lr_schedule
 from trainer.recipe.optimizer_tables import (
     AdafactorTable,
@@ -48,8 +48,6 @@ from trainer.training.factored_moments import by_matrix, scale_by_factored_momen
 # of the leaf, the layer and the coordinates of the element. It does not depend on devices or on the
 # stacking of layers, and a resumed run draws the same numbers as the uninterrupted one.
 
-# Second word of the seed's key. Dropout has 0, so the two random streams differ.
-ROUNDING_STREAM = 1
 # Bits of float32 that bfloat16 does not have.
 LOW_BITS = 16
 
@@ -155,10 +153,10 @@ def _cut_low_bits(x: Array, wide: Array) -> Array:
 
 def _rounding_bits(key: RoundingKey, name: str, leaf: ParamLeaf, shape: tuple[int, ...]) -> Array:
     """Return a random uint32 per element of a moment, or per element of the parameter."""
-    step_key = derive_key(RandomKey(uint32(key.seed), uint32(ROUNDING_STREAM)), key.step)
+    rounding_key = step_key(RandomStream.ROUNDING, seed=key.seed, step=key.step)
     # The key depends on name and layer, not on the stacking: layer 3 of a stacked leaf draws the
     # same bits as the unstacked leaf of layer 3.
-    leaf_key = derive_key(step_key, zlib.crc32(path_without_layers(name).encode()))
+    leaf_key = derive_key(rounding_key, zlib.crc32(path_without_layers(name).encode()))
     axes = [axis for axis in range(len(shape)) if axis != leaf.stack_axis]
     layers = uint32(leaf.layer_index or 0)
     if leaf.stack_axis is not None:
