@@ -15,6 +15,7 @@ from trainer.recipe.key_types import (
     DataSources,
     KeySchema,
     LossTurns,
+    MayChange,
     NonEmptyText,
     NonNegativeInt,
     Paths,
@@ -70,7 +71,7 @@ class Data(BaseModel):
     )
     # Required, and None is valid: the loader sets None if the recipe has `sources`. A default of None
     # would hide a recipe that has neither.
-    path: Paths | None = Field(
+    path: MayChange[Paths | None] = Field(
         description="files, folders or globs, also in `gs://`, `s3://` and `hf://` URLs",
         examples=["data/train.txt"],
         json_schema_extra=if_absent("required, or `sources`"),
@@ -117,7 +118,7 @@ class Data(BaseModel):
         description="invalid lines and rows that are skipped. The first ones are reported, and one more is an error",
         examples=[10],
     )
-    max_document_bytes: Annotated[int, Field(ge=1, le=MAX_DOCUMENT_LIMIT)] = Field(
+    max_document_bytes: MayChange[Annotated[int, Field(ge=1, le=MAX_DOCUMENT_LIMIT)]] = Field(
         default=DEFAULT_MAX_DOCUMENT_NBYTES,
         description="bytes that a line, an object of a list, a row or a value of a column may have. A larger one is an "
         "invalid line. It also limits the memory for a page or a batch of Parquet and Arrow files, to 1 GiB more than "
@@ -191,7 +192,7 @@ class Data(BaseModel):
         description="text put before the first field of each document",
         examples=["Question: "],
     )
-    add_bos: bool | None = Field(
+    add_bos: MayChange[bool | None] = Field(
         default=None,
         description="put the model's beginning-of-sequence token before each document, without loss. By default, a "
         "document that begins with a text gets the tokens that the tokenizer puts before a text",
@@ -227,7 +228,7 @@ class Data(BaseModel):
         examples=["summarize: "],
         json_schema_extra=if_absent("no prefix"),
     )
-    tokenizer: PathText | None = Field(
+    tokenizer: MayChange[PathText | None] = Field(
         default=None,
         description="a tokenizer.json, or a folder that contains one",
         examples=["gpt-neo-1.3B"],
@@ -272,7 +273,7 @@ class Data(BaseModel):
         description="fraction of the sequences, the last ones, used for evaluation instead of training",
         examples=[0.05],
     )
-    eval_path: Paths | None = Field(
+    eval_path: MayChange[Paths | None] = Field(
         default=None,
         description="files, folders or globs to evaluate on",
         examples=["data/validation.txt"],
@@ -285,7 +286,7 @@ class Data(BaseModel):
         examples=["validation"],
         json_schema_extra=if_absent("the sequences of `holdout`"),
     )
-    cache: PathText | None = Field(
+    cache: MayChange[PathText | None] = Field(
         default=None,
         description="folder of the tokenized data",
         examples=["~/tokens"],

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from datetime import date, datetime, time
 from decimal import Decimal
+from enum import Enum, auto
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
@@ -52,6 +53,24 @@ TomlValue = (
 )
 TomlTable = dict[str, TomlValue]
 AnyTable = TypeVar("AnyTable", bound=BaseModel)
+
+
+# --- Keys that may differ between two starts of a run. Every other key changes the computation or the data.
+
+
+class OnResume(Enum):
+    """How a key that may differ is checked."""
+
+    # Not as a key: its results are equal within rounding, or its content is compared, such as the identity of the
+    # tokens and the size of the batch.
+    FREE = auto()
+    # By the learning rate schedule that it produces
+    SCHEDULE = auto()
+
+
+AnyType = TypeVar("AnyType")
+MayChange = Annotated[AnyType, OnResume.FREE]
+InSchedule = Annotated[AnyType, OnResume.SCHEDULE]
 
 
 # --- Types of keys. pydantic derives the schema from a tuple alone, without the text that `_as_tuple` takes. Such

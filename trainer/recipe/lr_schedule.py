@@ -19,6 +19,7 @@ from prepcli.core.json_values import JsonObject
 from trainer.recipe.key_types import (
     MAX_INT32,
     STRICT,
+    InSchedule,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -65,13 +66,13 @@ class ScheduleTable(BaseModel):
         "`cosine_restarts`: `cycles` cosines, each from `lr`. `rsqrt`: with the inverse square root of the step",
         examples=["cosine"],
     )
-    warmup_steps: NonNegativeInt | None = Field(
+    warmup_steps: InSchedule[NonNegativeInt | None] = Field(
         default=None,
         description="steps in which the learning rate rises from `init_lr`",
         examples=[100],
         json_schema_extra=if_absent("from `warmup_ratio`, or 0"),
     )
-    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
+    warmup_ratio: InSchedule[Annotated[float, Field(ge=0, le=1)] | None] = Field(
         default=None,
         description="warm-up as a fraction of the run's steps, rounded to whole steps",
         examples=[0.03],
@@ -82,7 +83,7 @@ class ScheduleTable(BaseModel):
         description="shape of the rise in warm-up. `1-sqrt`: 1 - sqrt(1 - progress)",
         examples=["cosine"],
     )
-    decay_steps: PositiveInt | None = Field(
+    decay_steps: InSchedule[PositiveInt | None] = Field(
         default=None,
         description="step at which `end_lr` is reached, counted from 0, warm-up included",
         examples=[10000],

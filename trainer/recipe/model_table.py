@@ -20,6 +20,7 @@ from trainer.recipe.key_types import (
     STRICT,
     ActivationNames,
     DropoutRates,
+    MayChange,
     NonNegativeInt,
     OptionalChunkSize,
     PathText,
@@ -68,13 +69,13 @@ class Model(BaseModel):
 
     model_config = STRICT
 
-    path: PathText | None = Field(
+    path: MayChange[PathText | None] = Field(
         default=None,
         description="a checkpoint of any format: a path, a hub id, or a URL",
         examples=["gpt-neo-1.3B-init"],
         json_schema_extra=if_absent('no checkpoint, with `init = "random"`'),
     )
-    lock: PathText | None = Field(
+    lock: MayChange[PathText | None] = Field(
         default=None,
         description="a lock file. A checkpoint that differs from it in any byte is an error",
         examples=["gpt-neo-1.3B.lock.json"],
@@ -120,45 +121,47 @@ class Model(BaseModel):
         "float32 and rounded to bfloat16 stochastically. Averages of `optimizer.ema` stay float32",
         examples=["bfloat16"],
     )
-    scan_layers: bool = Field(
+    scan_layers: MayChange[bool] = Field(
         default=True,
         description="compile one layer and loop over it. `false`: unroll all layers",
         examples=[True],
     )
-    remat_policy: PolicyName | ActivationNames = Field(
+    remat_policy: MayChange[PolicyName | ActivationNames] = Field(
         default="none",
         description="activations that a layer saves for its backward pass besides its input: a name of "
         "`jax.checkpoint_policies`, or a list of activations. `none`: all but those of norms and activation functions",
         examples=["nothing_saveable"],
     )
-    offload: Offload = Field(
+    offload: MayChange[Offload] = Field(
         default="none",
         description="`residuals`: save the inputs of layers in pinned host memory instead of device memory",
         examples=["residuals"],
     )
-    head_chunk_size: OptionalChunkSize = Field(
+    head_chunk_size: MayChange[OptionalChunkSize] = Field(
         default=None,
         description="tokens of a device per row whose logits and loss are computed at a time. `-1`: all",
         examples=[512],
     )
-    ffn_chunk_size: PositiveInt | Literal[-1] = Field(
+    ffn_chunk_size: MayChange[PositiveInt | Literal[-1]] = Field(
         default=-1,
         description="tokens of a device per row whose projections and MLP are computed at a time. `-1`: all",
         examples=[2048],
     )
-    attention_kernel: Literal["auto", "reference", "blockwise", "cudnn", "pallas-splash"] = Field(
+    attention_kernel: MayChange[
+        Literal["auto", "reference", "blockwise", "cudnn", "pallas-splash"]
+    ] = Field(
         default="auto",
         description="`auto`: the best kernel for the devices, the model and the length. `reference`: the scores of "
         "all queries and keys at once. `blockwise`: tile by tile, with memory linear in the length. `cudnn`: flash "
         "attention of cuDNN. `pallas-splash`: splash attention on TPUs",
         examples=["blockwise"],
     )
-    q_chunk_size: OptionalChunkSize = Field(
+    q_chunk_size: MayChange[OptionalChunkSize] = Field(
         default=None,
         description="queries of a tile of blockwise attention. `-1`: all",
         examples=[1024],
     )
-    k_chunk_size: OptionalChunkSize = Field(
+    k_chunk_size: MayChange[OptionalChunkSize] = Field(
         default=None,
         description="keys of a tile of blockwise attention. `-1`: all",
         examples=[1024],

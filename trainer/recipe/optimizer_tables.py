@@ -16,6 +16,7 @@ from pydantic import Discriminator, Field, Tag
 
 from prepcli.models.param_tree import ParamLeaf, factored_axes, is_layer_matrix, matches_any
 from trainer.recipe.key_types import (
+    InSchedule,
     NonNegativeFloat,
     NonNegativeInt,
     Patterns,
@@ -260,7 +261,7 @@ class PalmTable(OptimizerTable):
         default=PALM_REFERENCE_LR, description="learning rate, relative to 0.01"
     )
     schedule: ScheduleKind = Field(default="rsqrt", description="shape of the learning rate decay")
-    warmup_steps: NonNegativeInt | None = Field(
+    warmup_steps: InSchedule[NonNegativeInt | None] = Field(
         default=None,
         description="steps with the first learning rate",
         json_schema_extra=if_absent(f"from `warmup_ratio`, or {PALM_WARMUP_STEPS}"),

@@ -17,7 +17,9 @@ from prepcli.core.process_address import DEFAULT_PORT, ProcessSettings
 from trainer.recipe.data_table import Data
 from trainer.recipe.key_types import (
     STRICT,
+    InSchedule,
     KeySchema,
+    MayChange,
     NonEmptyText,
     NonNegativeFloat,
     NonNegativeInt,
@@ -113,33 +115,33 @@ class Train(BaseModel):
 
     model_config = STRICT
 
-    steps: PositiveInt | None = Field(
+    steps: InSchedule[PositiveInt | None] = Field(
         default=None,
         description="optimizer steps of the run",
         examples=[1000],
         json_schema_extra=if_absent("from `epochs`"),
     )
-    epochs: PositiveFloat | None = Field(
+    epochs: InSchedule[PositiveFloat | None] = Field(
         default=None,
         description="passes over the sequences",
         examples=[3],
         json_schema_extra=if_absent("from `steps`"),
     )
-    log_every: PositiveInt = Field(
+    log_every: MayChange[PositiveInt] = Field(
         default=10, description="steps between two log lines", examples=[10]
     )
-    eval_every: NonNegativeInt = Field(
+    eval_every: MayChange[NonNegativeInt] = Field(
         default=0,
         description="steps between two evaluations. `0`: only at the end, if there is evaluation data",
         examples=[500],
     )
-    eval_every_epochs: PositiveFloat | None = Field(
+    eval_every_epochs: MayChange[PositiveFloat | None] = Field(
         default=None,
         description="passes over the sequences between two evaluations",
         examples=[0.5],
         json_schema_extra=if_absent("from `eval_every`"),
     )
-    profile: Table | None = Field(
+    profile: MayChange[Table | None] = Field(
         default=None,
         description="steps to record with the profiler of JAX, in the folder `profile` of the run",
         examples=[{"start": 10, "steps": 3}],
@@ -158,7 +160,7 @@ class Train(BaseModel):
         examples=[16],
         json_schema_extra=if_absent("a power of two up to 8"),
     )
-    max_skipped: PositiveInt = Field(
+    max_skipped: MayChange[PositiveInt] = Field(
         default=10,
         description="consecutive skipped steps after which the run ends. A step is skipped if its loss or"
         " gradients are not finite, or if no token has a weight",
@@ -403,7 +405,7 @@ class Recipe(BaseModel):
 
     model_config = STRICT
 
-    name: str = Field(
+    name: MayChange[str] = Field(
         pattern=r"^[^\s./\\\x00-\x1f\x7f-][^/\\\x00-\x1f\x7f]*$",
         description="name of the run, a plain folder name",
         examples=["first-run"],
@@ -414,13 +416,13 @@ class Recipe(BaseModel):
         description="seed of the order of sequences and of all other random numbers",
         examples=[42],
     )
-    mesh: str = Field(
+    mesh: MayChange[str] = Field(
         "-1,1,1",
         description="sizes `dp,fsdp,mp`, or names and sizes: `fsdp:64,mp:4,sp:2`. One size may be -1: all remaining "
         "devices. `sp` splits the tokens of a sequence",
         examples=["1,8,1"],
     )
-    rules: RuleTexts | None = Field(
+    rules: MayChange[RuleTexts | None] = Field(
         default=None,
         description="partition rules instead of the checkpoint's: of dims (`embed=fsdp`), of activations "
         "(`act:seq=sp`), of leaves (`re:PATTERN=mp,fsdp`), or a preset (`flaxlm:1,1`). Other dims have the default "
@@ -430,17 +432,17 @@ class Recipe(BaseModel):
     )
     model: Model
     data: Data
-    batch: Batch
+    batch: MayChange[Batch]
     optimizer: AnyOptimizerTable = Field(
         description="The optimizer and its learning rate schedule."
     )
     lora: Lora = Lora()
     loss: Loss = Loss()
     train: Train
-    eval: Eval = Eval()
-    checkpoint: Checkpoint = Checkpoint()
-    log: Log = Log()
-    cluster: Cluster = Cluster()
+    eval: MayChange[Eval] = Eval()
+    checkpoint: MayChange[Checkpoint] = Checkpoint()
+    log: MayChange[Log] = Log()
+    cluster: MayChange[Cluster] = Cluster()
 
 
 def schema() -> dict[str, Any]:
@@ -555,8 +557,7 @@ def batch_shape(batch: Batch, *, n_devices: int, n_replicas: int) -> BatchShape:
         n_replicas: Data-parallel shards of a batch (dp x fsdp).
 
     Raises:
-        UsageError: The batch is not a whole number of micro-batches, or a micro-batch does not
-            divide among the replicas.
+        UsageError: The batch is no whole number of micro-batches, or a micro-batch does not divide among the replicas.
     """
     # E.g. per_device 2 on 8 devices is a micro-batch of 16. With size 64 it is accumulated 4 times,
     # and with accumulate 4 the size is 64. With neither, the step is one micro-batch.

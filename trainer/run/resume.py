@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
 
 from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_error
 from prepcli.core.formatting import count_text
@@ -16,11 +18,12 @@ from prepcli.restore.item_reader import ItemReader
 from prepcli.sources.source import AVERAGE_SLOT
 from prepcli.stores.files import not_regular_error
 from prepcli.stores.paths import create_temporary_folder
-from trainer.data.tokenize_config import BOS_KEY, restart_hint
+from trainer.data.tokenize_config import restart_hint
 from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.data_table import SOURCE_PATHS, SOURCES_KEY
-from trainer.recipe.key_types import change_text
+from trainer.recipe.key_types import OnResume, change_text
 from trainer.recipe.lr_schedule import changed_fields
+from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
 from trainer.recipe.tables import keys_of, value_of
 from trainer.run.logs import make_folder
 from trainer.run.run import Run
@@ -32,49 +35,23 @@ if TYPE_CHECKING:
     from trainer.training.eval_metrics import Patience
     from trainer.training.events import LoopConfig, MissingEvents
 
-# Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
-# The mesh, the rules and the model keys below change results only within rounding. Steps and schedule keys are checked
-# through the learning rate schedule that they produce, batch keys through the batch size, and the paths of data and
-# tokenizer, the first token and the limit of documents through the identity of the tokens (FIXED_ON_RESUME).
-CHANGEABLE_TABLES = ("batch", "eval", "checkpoint", "log", "cluster")
-CHANGEABLE_KEYS = frozenset(
-    {
-        "name",
-        "mesh",
-        "rules",
-        "model.path",
-        "model.lock",
-        "model.scan_layers",
-        "model.remat_policy",
-        "model.offload",
-        "model.head_chunk_size",
-        "model.ffn_chunk_size",
-        "model.attention_kernel",
-        "model.q_chunk_size",
-        "model.k_chunk_size",
-        "data.path",
-        "data.eval_path",
-        "data.tokenizer",
-        BOS_KEY,
-        "data.cache",
-        "data.max_document_bytes",
-        "optimizer.warmup_steps",
-        "optimizer.warmup_ratio",
-        "optimizer.decay_steps",
-        "train.steps",
-        "train.epochs",
-        "train.log_every",
-        "train.eval_every",
-        "train.eval_every_epochs",
-        "train.profile",
-        "train.max_skipped",
-    }
-)
-# Keys that change the schedule, and are no errors of their own.
-SCHEDULE_KEYS = (
-    *("train.steps", "train.epochs"),
-    *("optimizer.warmup_steps", "optimizer.warmup_ratio", "optimizer.decay_steps"),
-)
+
+def _resume_rules() -> Iterator[tuple[str, OnResume]]:
+    """Yield the dotted keys and the tables that may change between two starts of a run."""
+    tables: list[tuple[str, type[BaseModel]]] = [("", Recipe)]
+    tables += [("optimizer.", table) for table in OPTIMIZER_TABLES.values()]
+    for name, field in Recipe.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            tables.append((f"{name}.", field.annotation))
+    for prefix, table in tables:
+        for name, field in table.model_fields.items():
+            for rule in field.metadata:
+                if isinstance(rule, OnResume):
+                    yield f"{prefix}{name}", rule
+
+
+# Dotted key or table -> how its changes are checked. All others may not change.
+RESUME_RULES: Mapping[str, OnResume] = dict(_resume_rules())
 # Manifest keys that must be equal on resume, and their names in error messages.
 FIXED_ON_RESUME = {
     "data": "the data",
@@ -97,6 +74,11 @@ def read_changed_keys(run: Run, start: StartCheckpoint) -> dict[str, tuple[Any, 
     return changed
 
 
+def on_resume(key: str) -> OnResume | None:
+    """Return how a change of a key between two starts of a run is checked. None if it may not change."""
+    return RESUME_RULES.get(key) or RESUME_RULES.get(key.partition(".")[0])
+
+
 def check_changed_keys(changed: Mapping[str, tuple[Any, Any]]) -> None:
     """Check whether a run may resume with changed recipe keys. The data is not read yet.
 
@@ -113,8 +95,7 @@ def check_changed_keys(changed: Mapping[str, tuple[Any, Any]]) -> None:
             before, after = (_without_paths(sources or ()) for sources in values)
             may_change = before == after
         else:
-            table = key.partition(".")[0]
-            may_change = key in CHANGEABLE_KEYS or table in CHANGEABLE_TABLES
+            may_change = on_resume(key) is not None
         if not may_change:
             changes.append(f"{key}: {change_text(values)}")
     if changes:
@@ -167,8 +148,9 @@ def _schedule_change(
 ) -> str:
     """Return the changed keys of the schedule, and the resulting changes of the schedule."""
     causes: list[str] = []
-    for key in SCHEDULE_KEYS:
-        if key in changed:
+    # `train` before `optimizer`: the length of the run is the usual cause.
+    for key in sorted(changed, reverse=True):
+        if on_resume(key) is OnResume.SCHEDULE:
             causes.append(f"{key}: {change_text(changed[key])}")
     effects = ", ".join(f"{name} {change_text(values)}" for name, values in rates.items())
     if not causes:
