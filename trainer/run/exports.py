@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from prepcli.core.formatting import join_names
+from prepcli.core.intervals import is_due
 from prepcli.execution.checkpoint_manager import StepExports
 from prepcli.execution.hub_push import check_push, parse_push_target
 from prepcli.stores.byte_ranges import retry_policy_from_env
