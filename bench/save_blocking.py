@@ -68,11 +68,17 @@ def start_systems(out: Path, init: Path, group: Any) -> dict[str, SaveStart]:
     import orbax.checkpoint as ocp
 
     from prepcli.execution.checkpoint_manager import CheckpointManager
+    from prepcli.execution.training_folder import FolderStorage
     from prepcli.planning.manifest_fields import Manifest
     from trainer.training.checkpoint import host_leaves
 
     folder = CheckpointManager(
-        out / "prep", init, name="bench", keep=1, manifest_changes=Manifest(mesh=MESH), group=group
+        FolderStorage(out / "prep"),
+        init,
+        name="bench",
+        keep=1,
+        manifest_changes=Manifest(mesh=MESH),
+        group=group,
     )
     checkpointers = {
         ORBAX: ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler()),

@@ -22,7 +22,6 @@ from prepcli.core.process_group import ProcessGroup, SingleProcess
 from prepcli.core.unexpected import as_prep_error
 from prepcli.engine.blobs import HostLeaf
 from prepcli.engine.budget import make_budget
-from prepcli.execution.training_folder import FolderStorage
 from prepcli.execution.training_storage import (
     MEMORY_NBYTES,
     RunStorage,
@@ -86,12 +85,12 @@ class CheckpointManager:
       kill at any time leaves a step to resume from.
     - An existing step is never overwritten.
 
-    Process 0 locks the run, and creates, exports and removes steps. The lock is held until the manager is closed.
+    Process 0 creates, exports and removes steps. The caller holds the lock of the run (`trainer.run.storage.hold_run`).
     """
 
     def __init__(
         self,
-        storage: RunStorage | Path,
+        storage: RunStorage,
         start_checkpoint: AnyPath | StartModel,
         *,
         name: str,
@@ -100,12 +99,11 @@ class CheckpointManager:
         manifest_changes: Manifest = NO_MANIFEST,
         group: ProcessGroup = SINGLE,
         free_memory_nbytes: Callable[[], int | None] = lambda: None,
-        say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Create the run, lock it, and remove the files of killed processes.
+        """Read the settings of the start checkpoint. Nothing is written.
 
         Args:
-            storage: Storage of the run, or its local folder.
+            storage: Storage of the run.
             start_checkpoint: Checkpoint or model to start or resume from. Its settings are the
                 defaults.
             name: Name of the run.
@@ -116,10 +114,9 @@ class CheckpointManager:
             group: Processes of the run.
             free_memory_nbytes: Returns the free memory of the host, or None if a copy of a state
                 always fits.
-            say: Prints a line for the user.
 
         Raises:
-            PrepError: Another process holds the run.
+            PrepError: The start checkpoint cannot be read, or has a file outside of its folder.
         """
         self._hf_folder: AnyPath | None = None
         self._start_files: tuple[SmallFile, ...] = ()
@@ -128,7 +125,7 @@ class CheckpointManager:
         )
         # Read the files once before the first step: a link that leaves the checkpoint is an error now, not at a save.
         self._extra_files()
-        self._storage = FolderStorage(storage) if isinstance(storage, Path) else storage
+        self._storage = storage
         self._keep = keep if isinstance(keep, KeepRule) else KeepRule(keep)
         self._scores = StepScores(self._read_manifest)
         self._exports = exports
@@ -136,8 +133,6 @@ class CheckpointManager:
         self._group = group
         self._free_memory_nbytes = free_memory_nbytes
         self._pending: BackgroundSave | None = None
-        if self._is_first:
-            self._storage.acquire(say)
 
     @property
     def _is_first(self) -> bool:
@@ -181,25 +176,18 @@ class CheckpointManager:
         is_saving = self._pending is not None and not self._pending.is_done
         if error is not None and self._group.count > 1 and is_saving:
             # A save of several processes ends only if all of them take part. They first have to learn of the error, so
-            # this process does not wait. The lock ends with the process: the thread may still write until then.
+            # this process does not wait. The thread may still write: a folder stays locked until the process ends.
             return
         # If the block and the save both failed, the error of the block is raised.
         is_reported = error is not None and (self._group.count == 1 or isinstance(error, PrepError))
         ignored = (Exception,) if is_reported else ()
-        try:
-            with contextlib.suppress(*ignored):
-                self._wait_for_save()
-            if error is None and self._exports is not None:
-                # The last save could not remove a step that was still exported, so old steps are removed once more
-                # afterwards.
-                self._exports.wait()
-                self._remove_old_steps()
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Release the lock of the run."""
-        self._storage.release()
+        with contextlib.suppress(*ignored):
+            self._wait_for_save()
+        if error is None and self._exports is not None:
+            # The last save could not remove a step that was still exported, so old steps are removed once more
+            # afterwards.
+            self._exports.wait()
+            self._remove_old_steps()
 
     def remove_all_steps(self) -> None:
         """Remove all steps, the last one first: a kill leaves a run with the earlier steps."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -10,13 +11,17 @@ from typing import Any, Literal
 import numpy as np
 
 from prepcli.algebra.boxes import full_box
+from prepcli.core.process_group import ProcessGroup
 from prepcli.engine.blobs import HostLeaf
-from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule
+from prepcli.execution.checkpoint_manager import SINGLE, CheckpointManager, KeepRule
+from prepcli.execution.training_folder import FolderStorage
+from prepcli.execution.training_storage import RunStorage
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 from trainer.distributed.leaf_slices import CheckpointReader
+from trainer.run.storage import hold_run
 
 TrainingState = dict[str, np.ndarray]
 OPTIMIZER_SLOTS = ("opt_state.adam.mu", "opt_state.adam.nu")
@@ -92,6 +97,32 @@ def reshard_and_back() -> None:
         run_ok("verify", previous, "run/4")
 
 
+@contextmanager
+def open_manager(
+    run: RunStorage | Path,
+    start: Path,
+    *,
+    group: ProcessGroup = SINGLE,
+    say: Callable[[str], None] = lambda text: None,
+    **options: Any,
+) -> Iterator[CheckpointManager]:
+    """Lock a run named `tuned`, and open its checkpoints until the end of the block.
+
+    Args:
+        run: The run, or its folder.
+        start: Checkpoint that the run starts from.
+        group: Processes of the run.
+        say: Prints a warning if the file system has no locks.
+        **options: Further arguments of `CheckpointManager`.
+    """
+    storage = FolderStorage(run) if isinstance(run, Path) else run
+    with (
+        hold_run(storage, group, say),
+        CheckpointManager(storage, start, name="tuned", group=group, **options) as store,
+    ):
+        yield store
+
+
 def save_steps(
     run: Path,
     start: Path,
@@ -109,8 +140,8 @@ def save_steps(
         keep: The steps to keep.
         **manifest_changes: Entries of the steps' manifests that replace the start's, such as `mesh`.
     """
-    with CheckpointManager(
-        run, start, name="tuned", keep=keep, manifest_changes=Manifest(**manifest_changes)
+    with open_manager(
+        run, start, keep=keep, manifest_changes=Manifest(**manifest_changes)
     ) as store:
         for step, state in steps.items():
             store.save(step, host_leaves(state), {"recipe": f"steps = {step}"})

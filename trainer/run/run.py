@@ -74,6 +74,8 @@ class Run:
     # Sets the phase of this process, such as `load` or `step 12`, for the watchdog of the run
     enter_phase: Callable[[str], None]
     processes_per_host: int  # Largest number of processes of the run on one host
+    # Why process 0 could not lock a run that it may only read. None if it has the lock, and in a dry run.
+    lock_error: PrepError | None = None
 
     @property
     def recipe(self) -> Recipe:

@@ -75,8 +75,8 @@ def _recipe_digest(recipe: Recipe) -> str:
 @contextmanager
 def hold_run(
     storage: RunStorage, group: ProcessGroup, note: Callable[[str], None]
-) -> Iterator[None]:
-    """Hold the lock of a run in process 0, from before its steps are listed until it ends.
+) -> Iterator[PrepError | None]:
+    """Hold the lock of a run in process 0, from before its steps are listed until its last export and push.
 
     A file system or an object store may have no locks. Therefore `check_last_step` is called before the first change of
     the run.
@@ -86,22 +86,26 @@ def hold_run(
         group: Processes of the run.
         note: Prints a warning if the file system has no locks.
 
+    Yields:
+        The error of a storage that this process may only read, which leaves the run unlocked. None otherwise.
+
     Raises:
         PrepError: Another process holds the run.
     """
     if group.index > 0:
-        yield
+        yield None
         return
+    lock_error: PrepError | None = None
     try:
         storage.acquire(note)
     except PrepError as error:
         cause = error.__cause__
         if not (isinstance(cause, OSError) and cause.errno in NOT_WRITABLE):
             raise
-        # A finished run on a read-only file system prints its result without a lock. A run with steps to take fails
-        # when the checkpoint manager asks for the lock again, before its first write.
+        # A finished run on a read-only file system prints its result without a lock.
+        lock_error = error
     try:
-        yield
+        yield lock_error
     except BaseException:
         # BaseException includes signals and KeyboardInterrupt: the lock is released on every exit
         # but a kill.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -223,7 +224,8 @@ def connect(
         with ExitStack() as stack:
             # A dry run writes nothing to the run, and may be asked for while another process trains it.
             if not options.dry_run:
-                stack.enter_context(hold_run(storage, group, observer.warn))
+                lock_error = stack.enter_context(hold_run(storage, group, observer.warn))
+                run = replace(run, lock_error=lock_error)
             yield run
 
 
@@ -364,7 +366,7 @@ def check_unread(run: Run, start: StartCheckpoint) -> None:
 def open_checkpoints(
     run: Run, start: StartCheckpoint, config: LoopConfig, exports: StepExports | None
 ) -> CheckpointManager:
-    """Open the checkpoints of a run. Lock the run if this process has not locked it yet."""
+    """Open the checkpoints of a run, which `hold_run` has locked."""
     table = run.recipe.checkpoint
     model_path = run.recipe.model.path or ""
     changes = Manifest(
@@ -397,7 +399,6 @@ def open_checkpoints(
         manifest_changes=changes,
         group=run.group,
         free_memory_nbytes=free_nbytes_per_process,
-        say=run.observer.warn,
     )
 
 
@@ -413,6 +414,8 @@ def begin_writing(
     restart = run.options.restart
     # All processes wait here for the check of process 0, before any of them changes its file of metrics.
     with joint_work(run.group, "last-step"):
+        if run.lock_error is not None:
+            raise run.lock_error
         if run.is_process_0 and not restart:
             check_last_step(run.storage, step)
     if restart:

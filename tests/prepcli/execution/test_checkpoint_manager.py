@@ -17,8 +17,9 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
 from prepcli.engine.blobs import HostLeaf
-from prepcli.execution.checkpoint_manager import CheckpointManager, StepExports
+from prepcli.execution.checkpoint_manager import StepExports
 from prepcli.formats.manifest import saved_steps
+from prepcli.restore.item_reader import open_reader
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT2, GPT_NEO, LLAMA, make_checkpoint
 from tests.helpers.training_states import (
@@ -26,6 +27,7 @@ from tests.helpers.training_states import (
     host_leaves,
     make_mesh_init,
     make_state,
+    open_manager,
     read_leaves,
     read_params,
     same_state,
@@ -55,7 +57,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def test_save_and_open_return_the_same_state(init: Path, params: TrainingState, run: Path):
     state = make_state(params, 7)
-    with CheckpointManager(run, init, name="tuned") as store:
+    with open_manager(run, init) as store:
         assert store.steps() == []
         store.save(7, host_leaves(state), {"recipe": "x = 1", "data": {"identity": "abc"}})
         assert store.steps() == saved_steps(run) == [7]
@@ -155,7 +157,7 @@ def test_save_supports_other_tree_layouts(tmp_path: Path, name: str, scan: bool,
         scan=scan,
         scan_axis=axis,
     )
-    with CheckpointManager(tmp_path / "run", tmp_path / "init", name="tuned").open(1) as reader:
+    with open_reader(tmp_path / "run/1") as reader:
         assert same_state(read_leaves(reader), state)
         assert (reader.manifest["mesh"], reader.manifest["rules"]) == ("1,2,1", ["embed=none"])
     assert main(["verify", str(tmp_path / "run"), "-q"]) == 0
@@ -176,7 +178,7 @@ def test_save_fetches_each_leaf_once_in_the_callers_thread(
         name: HostLeaf.whole(leaf.shape, leaf.dtype, fetch=partial(fetch, name))
         for name, leaf in host_leaves(state).items()
     }
-    with CheckpointManager(run, init, name="tuned") as store:
+    with open_manager(run, init) as store:
         store.save(1, leaves, {})
     assert sorted(name for name, _ in fetched) == sorted(state)
     assert {thread for _, thread in fetched} == {threading.get_ident()}
@@ -188,7 +190,7 @@ def test_save_supports_mixed_dtypes_and_no_optimizer(init: Path, params: Trainin
         for name, v in make_state(params, 1).items()
     }
     bare = {name: value for name, value in mixed.items() if not name.startswith("opt_state")}
-    with CheckpointManager(run, init, name="tuned") as store:
+    with open_manager(run, init) as store:
         for step, state in enumerate([mixed, bare, params]):
             store.save(step, host_leaves(state), {})
             with store.open(step) as reader:
@@ -199,7 +201,7 @@ def test_save_stores_an_incomplete_slot_leaf_by_leaf(init: Path, params: Trainin
     state = make_state(params, 1)
     del state["opt_state.adam.mu.final_norm.bias"]
     state["opt_state.rows"] = np.arange(6, dtype=np.int32).reshape(2, 3)
-    with CheckpointManager(run, init, name="tuned") as store:
+    with open_manager(run, init) as store:
         store.save(1, host_leaves(state), {})
         with store.open(1) as reader:
             assert same_state(read_leaves(reader), state)
@@ -210,7 +212,7 @@ def test_save_stores_an_incomplete_slot_leaf_by_leaf(init: Path, params: Trainin
 
 
 def test_save_rejects_an_existing_step(init: Path, params: TrainingState, run: Path):
-    with CheckpointManager(run, init, name="tuned") as store:
+    with open_manager(run, init) as store:
         store.save(5, host_leaves(params), {})
         before = files_of(run)
         with pytest.raises(PrepError, match="5 exists"):
@@ -220,7 +222,7 @@ def test_save_rejects_an_existing_step(init: Path, params: TrainingState, run: P
 
 def test_save_rejects_reserved_manifest_keys(init: Path, params: TrainingState, run: Path):
     with (
-        CheckpointManager(run, init, name="tuned") as store,
+        open_manager(run, init) as store,
         pytest.raises(ValueError, match="reserved keys: kind, tensors"),
     ):
         store.save(1, host_leaves(params), {"kind": "x", "tensors": {}, "recipe": ""})
@@ -228,7 +230,7 @@ def test_save_rejects_reserved_manifest_keys(init: Path, params: TrainingState, 
 
 def test_save_rejects_a_state_of_another_model(init: Path, params: TrainingState, run: Path):
     lacking = {name: value for name, value in params.items() if name != "params.final_norm.bias"}
-    with CheckpointManager(run, init, name="tuned") as store:
+    with open_manager(run, init) as store:
         with pytest.raises(
             PrepError, match=r"the training state lacks the leaf params\.final_norm\.bias"
         ):
@@ -250,7 +252,7 @@ def test_failed_save_leaves_other_steps_unchanged(init: Path, params: TrainingSt
     broken = host_leaves(params) | {
         "params.final_norm.bias": HostLeaf.whole((64,), "float32", fetch=no_fetch)
     }
-    with CheckpointManager(run, init, name="tuned", keep=1) as store:
+    with open_manager(run, init, keep=1) as store:
         with pytest.raises(RuntimeError, match="the device is lost"):
             store.save(2, broken, {})
         assert files_of(run / "1") == before
@@ -277,7 +279,7 @@ def test_save_on_a_full_disk_keeps_older_steps(
 ):
     save_steps(run, init, {1: params})
     before = files_of(run / "1")
-    with CheckpointManager(run, init, name="tuned", keep=1) as store:
+    with open_manager(run, init, keep=1) as store:
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", full(os.pwritev))
             with pytest.raises(PrepError, match="is full"):
@@ -293,7 +295,7 @@ def test_save_checks_free_space_first(init: Path, params: TrainingState, run: Pa
         "shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000, "total": usage.f_blocks})
     )
     with (
-        CheckpointManager(run, init, name="tuned") as store,
+        open_manager(run, init) as store,
         pytest.raises(PrepError, match="not enough room for 2"),
     ):
         store.save(2, host_leaves(params), {})
@@ -311,7 +313,7 @@ def test_open_removes_leftovers_of_killed_processes(init: Path, params: Training
         (run / name).mkdir(parents=True)
     (run / "recipe.toml").touch()
     assert saved_steps(run) == [1]
-    with CheckpointManager(run, init, name="tuned") as store:
+    with open_manager(run, init) as store:
         assert store.steps() == [1]
     assert {p.name for p in run.iterdir()} == {
         ".lock",
@@ -331,7 +333,7 @@ def test_saved_steps_are_complete_steps(init: Path, params: TrainingState, run: 
     assert saved_steps(run) == [9, 10]
     assert saved_steps(run / "nothing") == saved_steps(run / "13") == []
     with (
-        CheckpointManager(run, init, name="tuned") as store,
+        open_manager(run, init) as store,
         pytest.raises(PrepError, match="holds no Orbax checkpoint"),
     ):
         store.open(11)
@@ -339,19 +341,27 @@ def test_saved_steps_are_complete_steps(init: Path, params: TrainingState, run: 
 
 def test_run_is_locked_by_one_process(init: Path, run: Path):
     with (
-        CheckpointManager(run, init, name="tuned"),
+        open_manager(run, init),
         pytest.raises(PrepError, match="tuned is locked"),
+        open_manager(run, init),
     ):
-        CheckpointManager(run, init, name="tuned")
-    CheckpointManager(run, init, name="tuned").close()
+        pass
+    with open_manager(run, init):
+        pass
 
 
 def test_error_names_an_unwritable_path(init: Path, tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(PrepError, match="cannot read or write"):
-        CheckpointManager(tmp_path / "file/run", init, name="tuned")
-    with pytest.raises(PrepError, match="holds no Orbax checkpoint"):
-        CheckpointManager(tmp_path / "run", tmp_path / "nothing", name="tuned")
+    with (
+        pytest.raises(PrepError, match="cannot read or write"),
+        open_manager(tmp_path / "file/run", init),
+    ):
+        pass
+    with (
+        pytest.raises(PrepError, match="holds no Orbax checkpoint"),
+        open_manager(tmp_path / "run", tmp_path / "nothing"),
+    ):
+        pass
     assert not (tmp_path / "run").exists()
 
 
@@ -365,7 +375,7 @@ def test_save_names_a_step_it_cannot_remove(
             raise OSError(errno.EACCES, "Permission denied")
         os.rename(path, target)
 
-    with CheckpointManager(run, init, name="tuned", keep=1) as store:
+    with open_manager(run, init, keep=1) as store:
         with monkeypatch.context() as patch:
             patch.setattr(Path, "rename", rename)
             with pytest.raises(PrepError, match="Permission denied"):
@@ -375,7 +385,7 @@ def test_save_names_a_step_it_cannot_remove(
 
 def test_clear_removes_all_steps(init: Path, params: TrainingState, run: Path):
     save_steps(run, init, {1: params, 2: params})
-    with CheckpointManager(run, init, name="tuned") as store:
+    with open_manager(run, init) as store:
         store.remove_all_steps()
         assert store.steps() == []
     assert [path.name for path in run.iterdir()] == [".lock"]

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.formats.manifest import saved_steps
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 from tests.helpers.training_states import (
     host_leaves,
     make_state,
+    open_manager,
     read_leaves,
     read_params,
     same_state,
@@ -32,7 +32,7 @@ KEEP = 2
 def save_until_killed(run: Path, start: Path) -> None:
     """Save step after step, from the one after the last saved step, until killed."""
     params = read_params(start)
-    with CheckpointManager(run, start, name="tuned", keep=KEEP) as store:
+    with open_manager(run, start, keep=KEEP) as store:
         print("begins", flush=True)
         for step in itertools.count(max(store.steps(), default=0) + 1):
             store.save(step, host_leaves(make_state(params, step)), {"recipe": "r"})
@@ -68,7 +68,7 @@ def check_killed(folder: Path, kills: int, seed: int) -> None:
     )
     run, start, rng = folder / "run", folder / "init", random.Random(seed)
     params, last_step, started_s = read_params(start), 1, time.monotonic()
-    with CheckpointManager(run, start, name="tuned", keep=KEEP) as store:
+    with open_manager(run, start, keep=KEEP) as store:
         store.save(1, host_leaves(make_state(params, 1)), {"recipe": "r"})
     took_s = time.monotonic() - started_s
     for kill in range(kills):
@@ -82,7 +82,7 @@ def check_killed(folder: Path, kills: int, seed: int) -> None:
             with open_reader(run / str(step)) as reader:
                 assert same_state(read_leaves(reader), make_state(params, step))
     assert last_step > 1
-    with CheckpointManager(run, run / str(last_step), name="tuned", keep=KEEP) as store:
+    with open_manager(run, run / str(last_step), keep=KEEP) as store:
         assert not [path for path in run.iterdir() if path.name.endswith(".partial")]
         store.save(last_step + 1, host_leaves(make_state(params, last_step + 1)), {})
         assert store.steps()[-1] == last_step + 1

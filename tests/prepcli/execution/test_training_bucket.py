@@ -18,7 +18,6 @@ from prepcli.core.errors import PrepError
 from prepcli.core.process_group import ProcessGroup
 from prepcli.engine.budget import make_budget
 from prepcli.execution import training_bucket, training_storage
-from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.execution.training_bucket import BucketStorage
 from prepcli.execution.training_storage import MEMORY_NBYTES, HostLeaf, HostShard
 from prepcli.formats.manifest import MANIFEST_FILE
@@ -35,7 +34,13 @@ from prepcli.targets.orbax_item import plan_training_step
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.thread_groups import run_together
-from tests.helpers.training_states import TrainingState, host_leaves, read_leaves, save_steps
+from tests.helpers.training_states import (
+    TrainingState,
+    host_leaves,
+    open_manager,
+    read_leaves,
+    save_steps,
+)
 from tests.helpers.waiting import MAX_S
 from trainer.run.storage import check_last_step
 
@@ -155,7 +160,7 @@ def assert_equals_local_step(
 def test_one_process_saves_the_digests_of_a_local_run(
     init: Path, state: TrainingState, store: FakeObjectStore
 ):
-    with CheckpointManager(make_run(), init, name="tuned", keep=1) as run:
+    with open_manager(make_run(), init, keep=1) as run:
         run.save(1, host_leaves(state), {})
         run.start_save(2, host_leaves(state), {}).wait()
         assert run.steps() == [2]
@@ -169,11 +174,14 @@ def test_one_process_saves_the_digests_of_a_local_run(
 def test_another_recipe_cannot_write_to_a_run(
     init: Path, state: TrainingState, store: FakeObjectStore
 ):
-    with CheckpointManager(make_run(), init, name="tuned", keep=1) as run:
+    with open_manager(make_run(), init, keep=1) as run:
         run.save(1, host_leaves(state), {})
         before = store.objects_below(PREFIX)
-        with pytest.raises(PrepError, match=f"{URL} is locked - process {os.getpid()} on "):
-            CheckpointManager(make_run(recipe="other"), init, name="tuned", keep=1)
+        with (
+            pytest.raises(PrepError, match=f"{URL} is locked - process {os.getpid()} on "),
+            open_manager(make_run(recipe="other"), init, keep=1),
+        ):
+            pass
         assert store.objects_below(PREFIX) == before
         run.save(2, host_leaves(state), {})
 
@@ -181,11 +189,11 @@ def test_another_recipe_cannot_write_to_a_run(
 def test_a_run_that_was_taken_over_saves_no_step(
     init: Path, state: TrainingState, store: FakeObjectStore
 ):
-    old, new = CheckpointManager(make_run(), init, name="tuned", keep=1), make_run()
-    new.acquire(lambda text: None)
-    with pytest.raises(PrepError, match="was taken over"):
-        old.save(1, host_leaves(state), {})
-    old.close()
+    new = make_run()
+    with open_manager(make_run(), init, keep=1) as old:
+        new.acquire(lambda text: None)
+        with pytest.raises(PrepError, match="was taken over"):
+            old.save(1, host_leaves(state), {})
     assert new.steps() == []
     assert f"{PREFIX}{LOCK_FILE}" in store.objects, "the lock of the new holder stays"
     new.release()
@@ -195,19 +203,18 @@ def test_a_take_over_during_a_save_leaves_no_damaged_step(
     init: Path, state: TrainingState, store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
 ):
     """The new holder deletes the objects of the step that the old one is writing."""
-    place, new = make_run(), make_run()
-    old = CheckpointManager(place, init, name="tuned", keep=1)
-    old.save(1, host_leaves(state), {})
+    new = make_run()
     write = training_storage.write_last_files
 
     def take_over(*args: Any, **options: Any) -> Manifest:
         new.acquire(lambda text: None)
         return write(*args, **options)
 
-    monkeypatch.setattr(training_storage, "write_last_files", take_over)
-    with pytest.raises(PrepError, match="was taken over"):
-        old.save(2, host_leaves(state), {})
-    old.close()
+    with open_manager(make_run(), init, keep=1) as old:
+        old.save(1, host_leaves(state), {})
+        monkeypatch.setattr(training_storage, "write_last_files", take_over)
+        with pytest.raises(PrepError, match="was taken over"):
+            old.save(2, host_leaves(state), {})
     assert new.steps() == [1], (
         "a step without its data is not visible, and the step before it stays"
     )
@@ -218,8 +225,7 @@ def test_a_take_over_just_before_the_manifest_is_noticed(
     init: Path, state: TrainingState, store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
 ):
     """The marker of Orbax is uploaded between the data and the manifest."""
-    place, new = make_run(), make_run()
-    old = CheckpointManager(place, init, name="tuned", keep=1)
+    new = make_run()
     write = Bucket.write_pieces
 
     def write_and_take_over(bucket: Bucket, path: str, *args: Any, **options: Any) -> Any:
@@ -229,9 +235,11 @@ def test_a_take_over_just_before_the_manifest_is_noticed(
         return file
 
     monkeypatch.setattr(Bucket, "write_pieces", write_and_take_over)
-    with pytest.raises(PrepError, match="was taken over"):
+    with (
+        open_manager(make_run(), init, keep=1) as old,
+        pytest.raises(PrepError, match="was taken over"),
+    ):
         old.save(1, host_leaves(state), {})
-    old.close()
     assert new.steps() == []
     new.release()
 
@@ -257,7 +265,7 @@ def test_saved_digests_do_not_depend_on_process_count(
     init: Path, state: TrainingState, store: FakeObjectStore, count: int
 ):
     def save(group: ProcessGroup) -> None:
-        with CheckpointManager(make_run(), init, name="tuned", keep=1, group=group) as run:
+        with open_manager(make_run(), init, keep=1, group=group) as run:
             for step in (1, 2):
                 run.start_save(step, own_leaves(init, state, group), {}).wait()
 

@@ -15,10 +15,10 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
 from prepcli.core.process_group import ProcessGroup
 from prepcli.engine.blobs import HostLeaf, HostShard
-from prepcli.execution.checkpoint_manager import CheckpointManager
+from prepcli.formats.manifest import saved_steps
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.thread_groups import run_together
-from tests.helpers.training_states import TrainingState, host_leaves, save_steps
+from tests.helpers.training_states import TrainingState, host_leaves, open_manager, save_steps
 
 DEVICES = 8
 
@@ -65,7 +65,7 @@ def test_processes_write_the_files_of_one_process(
     save_steps(tmp_path / "one", init, {1: state, 2: state}, keep=1)
 
     def save(group: ProcessGroup) -> None:
-        with CheckpointManager(tmp_path / "many", init, name="tuned", keep=1, group=group) as store:
+        with open_manager(tmp_path / "many", init, keep=1, group=group) as store:
             for step in (1, 2):
                 store.start_save(
                     step, own_leaves(state, group), {"recipe": f"steps = {step}"}
@@ -96,7 +96,7 @@ def test_save_fails_in_all_processes(
             leaves["params.embed.tokens"] = HostLeaf(
                 leaf.shape, leaf.dtype, (broken, *leaf.shards[1:])
             )
-        with CheckpointManager(tmp_path / "run", init, name="tuned", group=group, keep=1) as store:
+        with open_manager(tmp_path / "run", init, group=group, keep=1) as store:
             store.save(2, leaves, {})
 
     errors = run_together(2, save)
@@ -120,7 +120,7 @@ def test_start_save_fetches_in_the_callers_thread(init: Path, state: TrainingSta
         name: HostLeaf.whole(value.shape, value.dtype.name, fetch=partial(fetch, value))
         for name, value in state.items()
     }
-    with CheckpointManager(tmp_path / "run", init, name="tuned") as store:
+    with open_manager(tmp_path / "run", init) as store:
         save = store.start_save(1, leaves, {"recipe": "steps = 1"})
         assert threads == {threading.get_ident()}
         assert save.wait() > 0
@@ -143,9 +143,7 @@ def test_start_save_copies_only_into_free_memory(
     copies: list[HostLeaf] = []
     on_host = HostLeaf.on_host
     monkeypatch.setattr(HostLeaf, "on_host", lambda leaf: copies.append(leaf) or on_host(leaf))
-    with CheckpointManager(
-        tmp_path / "run", init, name="tuned", free_memory_nbytes=lambda: free_nbytes
-    ) as store:
+    with open_manager(tmp_path / "run", init, free_memory_nbytes=lambda: free_nbytes) as store:
         save = store.start_save(1, host_leaves(state), {})
         assert save.is_done or is_copied
         save.wait()
@@ -156,26 +154,25 @@ def test_start_save_copies_only_into_free_memory(
 def test_checkpoint_manager_waits_for_save_on_exit(
     init: Path, state: TrainingState, tmp_path: Path
 ):
-    store = CheckpointManager(tmp_path / "run", init, name="tuned")
-
     def diverge() -> None:
-        with store:
+        with open_manager(tmp_path / "run", init) as store:
             store.start_save(1, host_leaves(state), {})
             raise PrepError("diverged")
 
     with pytest.raises(PrepError, match="diverged"):
         diverge()
-    assert store.steps() == [1]
+    assert saved_steps(tmp_path / "run") == [1]
 
 
 def test_checkpoint_manager_raises_save_error_on_exit(
     init: Path, state: TrainingState, tmp_path: Path
 ):
-    store = CheckpointManager(tmp_path / "run", init, name="tuned")
-    store.save(1, host_leaves(state), {})
-    store.start_save(1, host_leaves(state), {})
-    with pytest.raises(PrepError, match="1 exists"), store:
-        pass
+    save_steps(tmp_path / "run", init, {1: state})
+    with (
+        pytest.raises(PrepError, match="1 exists"),
+        open_manager(tmp_path / "run", init) as store,
+    ):
+        store.start_save(1, host_leaves(state), {})
 
 
 def test_checkpoint_manager_warns_without_file_locks(
@@ -186,7 +183,7 @@ def test_checkpoint_manager_warns_without_file_locks(
 
     monkeypatch.setattr("fcntl.flock", flock)
     notes: list[str] = []
-    with CheckpointManager(tmp_path / "run", init, name="tuned", say=notes.append) as store:
+    with open_manager(tmp_path / "run", init, say=notes.append) as store:
         store.save(1, host_leaves(state), {})
         assert store.steps() == [1]
     assert notes == [

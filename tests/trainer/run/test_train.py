@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -16,10 +17,12 @@ from prepcli.commands.cli.main import main
 from prepcli.commands.console.ui import Ui, open_ui
 from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.core.observer import NullProgress
-from prepcli.execution.checkpoint_manager import CheckpointManager
+from prepcli.core.process_group import SingleProcess
+from prepcli.execution import training_folder
 from prepcli.execution.training_folder import FolderStorage
 from prepcli.formats.manifest import saved_steps
 from tests.helpers.fork_server import PREP, run_python
+from tests.helpers.killing import read_files
 from tests.helpers.run_cli import run_code, run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
 from tests.helpers.token_stores import NAME, fill, write_shards, write_store
@@ -34,7 +37,9 @@ from tests.helpers.train_runs import (
 )
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from tests.helpers.waiting import MAX_S
+from trainer.run import storage
 from trainer.run.recipe_data import tokenize_progress
+from trainer.run.storage import hold_run
 from trainer.run.train import describe_saved_progress
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
@@ -319,6 +324,39 @@ def test_failed_start_does_not_block_the_next(work_dir: Path, capsys: pytest.Cap
     run_ok("train", "recipe.toml", "--dry-run")
 
 
+def test_start_that_cannot_write_its_recipe_removes_its_lock(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(storage, "write_file", refuse)
+    code, what, *_ = train_error(capsys)
+    assert (code, what) == (FAILED, "the disk that holds recipe.toml is full")
+    assert [path.name for path in Path("runs/recipe").iterdir()] == ["data"]
+
+
+def test_run_on_a_read_only_disk_takes_no_step(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """A finished run prints its result. A run with steps to take fails before its first change."""
+    assert run_code("train", "recipe.toml", "--stop-after", "11") == STOPPED
+
+    def refuse(path: Path, locked_path: Path) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training_folder, "acquire_lock", refuse)
+        before = read_files(Path("runs/recipe"))
+        code, what, why, _ = train_error(capsys)
+        assert (code, what) == (FAILED, "cannot read or write runs/recipe")
+        assert why == "Read-only file system"
+        assert read_files(Path("runs/recipe")) == before
+    run_ok("train", "recipe.toml")
+    monkeypatch.setattr(training_folder, "acquire_lock", refuse)
+    run_ok("train", "recipe.toml")
+
+
 def test_restart_deletes_steps_only_after_checks(
     work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -327,9 +365,7 @@ def test_restart_deletes_steps_only_after_checks(
     assert (code, what) == (FAILED, "no data in `nothing.txt`")
     code, what, *_ = train_error(capsys, "--restart", "--set", "model.path=runs/recipe/3")
     assert (code, what) == (USAGE, "`--restart` would delete runs/recipe/3")
-    with CheckpointManager(
-        work_dir / "runs/recipe", work_dir / "tiny-init", name="another process"
-    ):
+    with hold_run(FolderStorage(work_dir / "runs/recipe"), SingleProcess(), pytest.fail):
         code, what, *_ = train_error(capsys, "--restart")
     assert "is locked" in what
     assert saved_steps(work_dir / "runs/recipe") == [3, 4]

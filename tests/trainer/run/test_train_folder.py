@@ -69,10 +69,9 @@ def test_hold_run_accepts_a_read_only_run(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(training_folder, "acquire_lock", refuse)
-    with hold_run(FolderStorage(tmp_path), SingleProcess(), pytest.fail):
-        pass
-    with pytest.raises(PrepError, match="Read-only file system"):
-        FolderStorage(tmp_path).acquire(pytest.fail)
+    with hold_run(FolderStorage(tmp_path), SingleProcess(), pytest.fail) as lock_error:
+        assert lock_error is not None
+        assert "Read-only file system" in lock_error.why
 
 
 @pytest.mark.parametrize(

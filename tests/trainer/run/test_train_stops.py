@@ -351,14 +351,19 @@ def test_signal_in_the_last_events_names_the_missing_exports(work_dir: Path):
     )
 
 
-@pytest.mark.parametrize(("number", "code"), slow_except([TERMINATED, INTERRUPT], [INTERRUPT]))
-def test_signal_during_the_push_is_reported(work_dir: Path, number: signal.Signals, code: int):
-    words = (*WORDS, "--set", "checkpoint.push=o/m")
+def push_environment(url: str, home: Path) -> dict[str, str]:
+    """Return the variables of a process that may push to the hub at a URL."""
     inherited = {
         key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))
     }
+    return inherited | hub_environment(url, home) | {"HF_TOKEN": TOKEN}
+
+
+@pytest.mark.parametrize(("number", "code"), slow_except([TERMINATED, INTERRUPT], [INTERRUPT]))
+def test_signal_during_the_push_is_reported(work_dir: Path, number: signal.Signals, code: int):
+    words = (*WORDS, "--set", "checkpoint.push=o/m")
     with serve_push_hub() as hub:
-        environment = inherited | hub_environment(hub.url, work_dir / "home") | {"HF_TOKEN": TOKEN}
+        environment = push_environment(hub.url, work_dir / "home")
         hub.failing_requests, hub.stall = "PUT /lfs/", "silent"
         process = start_python(PREP, *words, env=environment, has_jax=True)
         wait_until(lambda: any(line.startswith("PUT /lfs/") for line in hub.requests), process)
@@ -369,6 +374,21 @@ def test_signal_during_the_push_is_reported(work_dir: Path, number: signal.Signa
         hub.failing_requests = "\0"
         assert run_python(PREP, *words, env=environment, has_jax=True).returncode == OK
         assert hub.repos["o/m"].branches["main"]
+
+
+def test_restart_during_the_push_is_refused(work_dir: Path):
+    """The run is locked until its last step, which a restart would delete, is uploaded."""
+    with serve_push_hub() as hub:
+        hub.failing_requests, hub.stall = "PUT /lfs/", "silent"
+        words = (*WORDS, "--set", "checkpoint.push=o/m")
+        environment = push_environment(hub.url, work_dir / "home")
+        process = start_python(PREP, *words, env=environment, has_jax=True)
+        wait_until(lambda: any(line.startswith("PUT /lfs/") for line in hub.requests), process)
+        second = run_prep(*WORDS, "--restart", cwd=work_dir, has_jax=True)
+        assert second.returncode == FAILED, second.stderr
+        assert json.loads(second.stdout)["error"]["what"] == "run is locked"
+        stop(process, signal.SIGTERM)
+    assert saved_steps(Path("run")) == [3]
 
 
 @pytest.mark.slow

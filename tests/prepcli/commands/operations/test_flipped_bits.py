@@ -15,7 +15,6 @@ from prepcli.core.errors import DamagedError
 from prepcli.engine.digest import TensorDigest
 from prepcli.engine.pipeline import PipelineUnit
 from prepcli.execution.bucket_converter import BucketConverter
-from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import NO_MANIFEST, encode_manifest, read_manifest, record_file
 from prepcli.formats.safetensors import read_safetensors_header
@@ -35,7 +34,7 @@ from tests.helpers.slow_cases import slow_except
 from tests.helpers.store_sites import read_files
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
 from tests.helpers.training_folder import make_training_folder
-from tests.helpers.training_states import host_leaves, make_state, read_params
+from tests.helpers.training_states import host_leaves, make_state, open_manager, read_params
 from tests.helpers.waiting import MAX_S
 from tests.prepcli.commands.operations.test_damage import damage_parameter
 
@@ -53,7 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run_ok("export", "init", "--out", "hf", "--shard-size", "64kB")
         run_ok("export", "init", "--out", "flax", "--layout", "hf-flax")
         run_ok("export", "init", "--out", "easylm", "--layout", "easylm")
-        with CheckpointManager(Path("run"), Path("init"), name="tiny") as run:
+        with open_manager(Path("run"), Path("init")) as run:
             run.save(5, host_leaves(make_state(read_params(Path("init")), 5)), {})
         shutil.move("run/5", "step")
     return folder
@@ -151,7 +150,7 @@ def test_reader_refuses_changed_tokenizer():
 @pytest.mark.usefixtures("outputs")
 def test_run_does_not_copy_changed_tokenizer_to_next_step():
     state = host_leaves(make_state(read_params(Path("init")), 5))
-    with CheckpointManager(Path("run"), Path("init"), name="tiny") as run:
+    with open_manager(Path("run"), Path("init")) as run:
         run.save(5, state, {})
         flip_bit(Path("run/5/state/hf/tokenizer.json"), 100)
         with pytest.raises(DamagedError, match=r"tokenizer\.json is damaged"):
@@ -162,8 +161,11 @@ def test_run_does_not_copy_changed_tokenizer_to_next_step():
 @pytest.mark.usefixtures("outputs")
 def test_run_refuses_start_with_changed_tokenizer():
     flip_bit(Path("init/hf/tokenizer.json"), 100)
-    with pytest.raises(DamagedError, match=r"init/hf/tokenizer\.json is damaged"):
-        CheckpointManager(Path("run"), Path("init"), name="tiny")
+    with (
+        pytest.raises(DamagedError, match=r"init/hf/tokenizer\.json is damaged"),
+        open_manager(Path("run"), Path("init")),
+    ):
+        pass
 
 
 @pytest.mark.usefixtures("outputs")

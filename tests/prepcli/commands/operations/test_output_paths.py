@@ -14,7 +14,6 @@ from prepcli.commands.operations.conversion import check_output_paths
 from prepcli.core.errors import PrepError, UsageError
 from prepcli.core.observer import NullProgress
 from prepcli.execution import folder_converter
-from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.execution.hub_push import PushTarget, push_folder
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.manifest_fields import Manifest
@@ -30,6 +29,7 @@ from tests.helpers.run_cli import (
     run_ok,
 )
 from tests.helpers.tiny_checkpoints import assert_same, make_checkpoint, read_tensors
+from tests.helpers.training_states import open_manager
 
 
 def test_output_of_another_request_is_not_replaced(capsys):
@@ -215,8 +215,11 @@ def test_export_rejects_links_in_init(link: str, capsys: Capture):
 def test_run_rejects_links_before_first_step():
     run_ok("save-init", "./m", "--out", "init")
     Path("init/hf/vocab.txt").symlink_to("../../secret")
-    with pytest.raises(PrepError, match="is a link to"):
-        CheckpointManager(Path("run"), Path("init"), name="run")
+    with (
+        pytest.raises(PrepError, match="is a link to"),
+        open_manager(Path("run"), Path("init")),
+    ):
+        pass
 
 
 @pytest.mark.usefixtures("linked_model")
@@ -339,14 +342,14 @@ def test_save_init_rejects_folder_links_in_partial_output(capsys, folder: str):
 
 @pytest.mark.usefixtures("sources")
 def test_train_rejects_linked_lock(tmp_path: Path):
-    from prepcli.core.errors import PrepError
-    from prepcli.execution.checkpoint_manager import CheckpointManager
-
     Path("run").mkdir()
     Path("target").write_text("mine")
     Path("run/.lock").symlink_to(tmp_path / "target")
-    with pytest.raises(PrepError, match="is a symbolic link"):
-        CheckpointManager(Path("run"), Path("init"), name="name")
+    with (
+        pytest.raises(PrepError, match="is a symbolic link"),
+        open_manager(Path("run"), Path("init")),
+    ):
+        pass
     assert Path("target").read_text() == "mine"
 
 
