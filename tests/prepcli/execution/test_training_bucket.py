@@ -244,6 +244,24 @@ def test_a_take_over_just_before_the_manifest_is_noticed(
     new.release()
 
 
+def test_a_failed_run_stays_locked_while_a_thread_saves(
+    init: Path, state: TrainingState, store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    """A start that took the lock would delete the objects of the step, which then gets its manifest."""
+    place, write = make_run(), training_bucket.write_last_files
+    is_locked: list[bool] = []
+
+    def fail_meanwhile(*args: Any, **options: Any) -> Manifest:
+        place.release(after_error=True)
+        is_locked.append(f"{PREFIX}{LOCK_FILE}" in store.objects)
+        return write(*args, **options)
+
+    monkeypatch.setattr(training_bucket, "write_last_files", fail_meanwhile)
+    with open_manager(place, init, keep=1) as run:
+        run.save(1, host_leaves(state), {})
+    assert is_locked == [True]
+
+
 def test_a_run_that_was_taken_over_stores_no_files(store: FakeObjectStore):
     """The metrics of the new holder stay when the old one ends with an error."""
     old, new = make_run(), make_run()
