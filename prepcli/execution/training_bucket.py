@@ -142,6 +142,8 @@ class BucketStorage:
         located = locate(name, access=Access(allow_urls=True, retry_policy=self._retry_policy))
         # This checks the recorded files.
         open_source(located)
+        # A process that has not listed the run learns of the step here.
+        self._known_steps = sorted({*self.steps(refresh=False), step})
         return open_reader(located.files.path, verify, hint)
 
     def acquire(self, say: Callable[[str], None]) -> None:

@@ -172,16 +172,12 @@ def _model_name(table: Model) -> str:
     return path.parent.name
 
 
-def damage_hint(storage: RunStorage, step: int) -> str:
-    """Return the hint of the error for a damaged step of a run."""
-    # The known steps are enough for a hint. A new listing of a bucket could fail itself,
-    # and its error would replace the error about the damage.
-    earlier_steps = [earlier for earlier in storage.steps(refresh=False) if earlier < step]
-    if not earlier_steps:
+def damage_hint(storage: RunStorage, saved_steps: Sequence[int]) -> str:
+    """Return the hint of the error for a damaged last step of a run."""
+    if len(saved_steps) == 1:
         return text("{} starts the run again", Option("restart", True))
-    return (
-        f"move {storage.step_name(step)} away: the run then resumes from step {earlier_steps[-1]}"
-    )
+    *_, earlier_step, step = saved_steps
+    return f"move {storage.step_name(step)} away: the run then resumes from step {earlier_step}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,10 +338,12 @@ def stored_towers(source: Source, path: str, commit: str | None) -> dict[str, st
     return {"path": path, "digest": towers_digest(source)}
 
 
-def open_last_step(storage: RunStorage, step: int, *, verify: bool) -> StartCheckpoint:
+def open_last_step(
+    storage: RunStorage, saved_steps: Sequence[int], *, verify: bool
+) -> StartCheckpoint:
     """Open the last step of a run, to resume from it."""
-    hint = damage_hint(storage, step)
-    reader = storage.open_step(step, verify, hint)
+    hint = damage_hint(storage, saved_steps)
+    reader = storage.open_step(saved_steps[-1], verify, hint)
     folder = reader.folder / HF_FOLDER
     return StartCheckpoint(
         reader,
@@ -510,7 +508,12 @@ def checkpoint_tokenizer_folder(source: Source) -> Path:
 
 
 def with_adapters(
-    start: StartCheckpoint, table: Lora, storage: RunStorage, *, last_step: int, verify: bool
+    start: StartCheckpoint,
+    table: Lora,
+    storage: RunStorage,
+    *,
+    saved_steps: Sequence[int],
+    verify: bool,
 ) -> StartCheckpoint:
     """Return a start checkpoint with the trained adapters of a run.
 
@@ -518,7 +521,7 @@ def with_adapters(
         start: Checkpoint of the frozen parameters.
         table: The recipe's `[lora]`.
         storage: Storage of the run.
-        last_step: Step of the run to resume from. 0 without a saved step.
+        saved_steps: Steps of the run, ascending. The last one has the adapters to resume with.
         verify: Check the bytes of the adapters against recorded checksums.
 
     Raises:
@@ -533,8 +536,9 @@ def with_adapters(
         )
     config = start.manifest.config
     # A saved step has priority over `lora.path`, which is read by the first start only.
-    if last_step:
-        reader = storage.open_step(last_step, verify, damage_hint(storage, last_step))
+    if saved_steps:
+        damaged_hint = damage_hint(storage, saved_steps)
+        reader = storage.open_step(saved_steps[-1], verify, damaged_hint)
         lora = lora_from_manifest(reader.manifest)
         if lora is None:
             hint = text(

@@ -7,8 +7,9 @@ schedules count steps from 0.
 
 from __future__ import annotations
 
+import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -126,7 +127,8 @@ def train(
             note_durable_work(lambda: describe_durable(options, run.storage)),
             ExitStack() as stack,
         ):
-            start, sharding = open_start(run, stack)
+            saved_steps = list_steps(run)
+            start, sharding = open_start(run, saved_steps, stack)
             config, memory = configure(run, start, sharding, stack)
             step = start.steps_taken
             if options.dry_run:
@@ -257,11 +259,24 @@ def check_storage(run: Run) -> None:
         )
 
 
-def open_start(run: Run, stack: ExitStack) -> tuple[StartCheckpoint, ShardingContext]:
+def list_steps(run: Run) -> list[int]:
+    """Return the saved steps that the run may resume from, as process 0 sees them. Empty for a restart."""
+    # Another host may list the folder from a cache of its file system. Processes that start from
+    # different steps would compute different gradients, so that only process 0 decides.
+    steps: list[int] = []
+    if run.is_process_0 and not run.options.restart:
+        steps = run.storage.steps()
+    return json.loads(run.group.broadcast("saved steps", json.dumps(steps)))
+
+
+def open_start(
+    run: Run, saved_steps: Sequence[int], stack: ExitStack
+) -> tuple[StartCheckpoint, ShardingContext]:
     """Open the run's last step, or else the recipe's checkpoint. Only headers are read.
 
     Args:
         run: The run.
+        saved_steps: Steps of the run, ascending. Without one, the recipe's checkpoint is opened.
         stack: Closes the checkpoint.
 
     Returns:
@@ -278,11 +293,10 @@ def open_start(run: Run, stack: ExitStack) -> tuple[StartCheckpoint, ShardingCon
     # which may download it.
     check_inputs(recipe, DataFinder(access, run.observer.note))
     check_devices(recipe, recipe_sharding)
-    last_step = _last_step(run)
     # A step of a run with LoRA has only the adapters. Its frozen parameters come from the recipe's
     # model at every start.
-    if last_step and not recipe.lora.is_enabled:
-        start = open_last_step(run.storage, last_step, verify=options.verify)
+    if saved_steps and not recipe.lora.is_enabled:
+        start = open_last_step(run.storage, saved_steps, verify=options.verify)
     else:
         start = open_model_start(
             recipe,
@@ -295,7 +309,7 @@ def open_start(run: Run, stack: ExitStack) -> tuple[StartCheckpoint, ShardingCon
         )
     if recipe.lora.is_enabled:
         start = with_adapters(
-            start, recipe.lora, run.storage, last_step=last_step, verify=options.verify
+            start, recipe.lora, run.storage, saved_steps=saved_steps, verify=options.verify
         )
     if options.restart:
         check_restart_source(start, run.storage, recipe)
@@ -327,16 +341,6 @@ def _make_sharding(run: Run, rules: Rules) -> ShardingContext:
         plan_command = Command("plan", str(run.options.recipe))
         hint = text("{}, or without devices: {}", error.hint, plan_command)
         raise error.with_texts(hint=hint) from None
-
-
-def _last_step(run: Run) -> int:
-    """Return the step to resume from, as process 0 sees the run. 0 starts from the recipe's checkpoint."""
-    # Another host may list the folder from a cache of its file system. Processes that start from
-    # different steps would compute different gradients, so that only process 0 decides.
-    last_step = 0
-    if not run.options.restart:
-        last_step = max(run.storage.steps(), default=0)
-    return int(run.group.broadcast("last step", str(last_step)))
 
 
 def finish_exports(run: Run, config: LoopConfig, *, step: int, end_reason: str) -> TrainResult:

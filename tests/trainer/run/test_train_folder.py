@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from prepcli.commands.console.ui import open_ui
 from prepcli.commands.operations.recipes import shipped_recipe
 from prepcli.core.errors import FAILED, STOPPED, PrepError
-from prepcli.core.process_group import SingleProcess
+from prepcli.core.process_group import ProcessGroup, SingleProcess
 from prepcli.execution import training_folder
 from prepcli.execution.training_folder import FolderStorage
 from tests.helpers.thread_groups import run_together
 from trainer.distributed.agreement import PROBE_PREFIX
 from trainer.recipe import load_recipe
 from trainer.run.storage import check_last_step, check_shared_folder, hold_run, open_run_storage
+from trainer.run.train import list_steps
 
 
 def test_check_shared_folder_creates_the_folder(tmp_path: Path):
@@ -88,6 +91,27 @@ def test_check_last_step_refuses_a_run_at_another_step(
         check_last_step(place, step)
     assert caught.value.code == code
     assert "start again" in caught.value.hint
+
+
+def test_process_0_alone_lists_the_saved_steps():
+    """A listing of a bucket takes requests for all files of all steps."""
+    listing: list[int] = []
+
+    def start(group: ProcessGroup) -> list[int]:
+        def steps() -> list[int]:
+            listing.append(group.index)
+            return [3, 6]
+
+        run: Any = SimpleNamespace(
+            group=group,
+            is_process_0=group.index == 0,
+            options=SimpleNamespace(restart=False),
+            storage=SimpleNamespace(steps=steps),
+        )
+        return list_steps(run)
+
+    assert run_together(3, start) == [[3, 6]] * 3
+    assert listing == [0]
 
 
 def test_check_last_step_accepts_the_step_that_was_read(tmp_path: Path):
