@@ -240,32 +240,36 @@ class StartCheckpoint:
             return self.steps_taken
         return self.model_reader.manifest.step or 0
 
-    def check_remaining(self, observer: Observer, *, has_state: bool) -> None:
-        """Compare the tensors with the digests of the manifest, if the checkpoint has no checksums of its chunks.
+    def check_remaining(self, observer: Observer, *, reads_state: bool) -> None:
+        """Compare the tensors with the digests of the manifests, if a checkpoint has no checksums of its chunks.
 
         Checksums of chunks are compared while the chunks are read.
 
         Args:
             observer: Receives a note and progress.
-            has_state: Check the state of the optimizer as well.
+            reads_state: Check the state of the optimizer as well, of a run's step or of the start model.
 
         Raises:
             PrepError: A tensor is damaged.
         """
-        reader = self.model_reader
-        if isinstance(reader, WeightsReader):
-            note_missing_file_digests(reader.source.display_name, reader.source.manifest, observer)
-        if not isinstance(reader, ItemReader):
-            return
-        name = str(find_manifest_folder(reader.folder))
-        note_missing_file_digests(name, reader.manifest, observer)
-        if reader.is_checked:
-            return
-        source = self._model_source()
-        tensors = source.tensors
-        if has_state:
-            tensors = source.all_tensors
-        check_without_checksums(source, tensors, observer, hint=self.hint)
+        for reader in (self.model_reader, self.adapter_reader):
+            if isinstance(reader, WeightsReader):
+                name = reader.source.display_name
+                note_missing_file_digests(name, reader.source.manifest, observer)
+            if not isinstance(reader, ItemReader):
+                continue
+            name = str(find_manifest_folder(reader.folder))
+            note_missing_file_digests(name, reader.manifest, observer)
+            if reader.is_checked:
+                continue
+            source = _stored_source(reader)
+            tensors = source.tensors
+            hint = RECREATE_HINT
+            if reader is self.step_reader:
+                hint = self.hint
+                if reads_state:
+                    tensors = source.all_tensors
+            check_without_checksums(source, tensors, observer, hint=hint)
 
     def sample_digest(self) -> str:
         """Return a digest of the first rows of each parameter of the start model. See `digest_checks.sample_digest`.
@@ -313,11 +317,16 @@ class StartCheckpoint:
     def _model_source(self) -> Source:
         """Return the source of the model: of its reader, or opened for an Orbax checkpoint of prep."""
         if isinstance(self.model_reader, ItemReader):
-            folder = find_manifest_folder(self.model_reader.folder)
-            return open_source(locate(str(folder), access=Access(allow_urls=True)))
+            return _stored_source(self.model_reader)
         # A random start has no digests and no towers, and the recipe checks refuse adapters on one.
         assert isinstance(self.model_reader, WeightsReader)
         return self.model_reader.source
+
+
+def _stored_source(reader: ItemReader) -> Source:
+    """Open the checkpoint of a reader as a source, for the digests of its tensors."""
+    folder = find_manifest_folder(reader.folder)
+    return open_source(locate(str(folder), access=Access(allow_urls=True)))
 
 
 def stored_towers(source: Source, path: str, commit: str | None) -> dict[str, str]:
@@ -552,6 +561,7 @@ def with_adapters(
         return replace(
             start,
             steps_taken=int(reader.manifest["step"]),
+            hint=damaged_hint,
             lora=lora.manifest_entry(),
             adapter_reader=reader,
         )

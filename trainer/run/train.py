@@ -364,7 +364,8 @@ def check_unread(run: Run, start: StartCheckpoint) -> None:
         # Only now it is known whether the run is finished: a finished run without a repository needs no check.
         check_repository(run)
     if run.options.verify:
-        start.check_remaining(run.observer, has_state=bool(start.steps_taken))
+        reads_state = start.steps_taken > 0 or run.recipe.model.training_state
+        start.check_remaining(run.observer, reads_state=reads_state)
 
 
 def open_checkpoints(

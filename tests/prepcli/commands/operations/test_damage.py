@@ -24,16 +24,17 @@ from tests.helpers.manifests import changed_manifest, remove_file_records
 from tests.helpers.run_cli import Capture, MonkeyPatch, error_lines, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors
+from tests.helpers.train_runs import set_keys
 from tests.prepcli.restore.test_checked_reads import chunk_locations
 
 GENERATE = ("generate", "--tokens", "3,1,4", "--max-new-tokens", "1")
 
 
-def damage_parameter(item: Path) -> Path:
-    """Flip one bit of a parameter of an item, and return its file."""
+def damage_parameter(item: Path, slot: str = "params") -> Path:
+    """Flip one bit of a parameter or of another slot of an item, and return its file."""
     draw = random.Random(1)
     chunks = sorted(
-        (place for (name, _), place in chunk_locations(item).items() if name.startswith("params."))
+        (place for (name, _), place in chunk_locations(item).items() if name.startswith(f"{slot}."))
     )
     path, offset, nbytes = draw.choice(chunks)
     return flip_bit(path, offset + draw.randrange(nbytes))
@@ -45,6 +46,30 @@ def run_error_and_notes(capsys: Capture, code: int, *words: str) -> dict[str, st
     assert main([*words, "--json"]) == code
     out, notes = capsys.readouterr()
     return {**json.loads(out).get("error", {}), "notes": notes}
+
+
+@pytest.mark.parametrize(
+    ("settings", "slot", "resumed"),
+    [
+        ((), "opt_state.adam.mu", ("model.path=runs/recipe", "model.training_state=true")),
+        (("lora.rank=2",), "params", ("lora.rank=2",)),
+    ],
+    ids=["training state", "adapters"],
+)
+def test_train_rejects_damaged_state_of_earlier_versions(
+    work_dir: Path,
+    capsys: Capture,
+    settings: tuple[str, ...],
+    slot: str,
+    resumed: tuple[str, ...],
+):
+    assert main(["train", "recipe.toml", "--stop-after", "1", *set_keys(*settings)]) == STOPPED
+    damage_parameter(remove_checksums(Path("runs/recipe/1")) / "state", slot)
+    out = "next" if resumed != settings else "runs/recipe"
+    words = ("train", "recipe.toml", "--out", out, *set_keys(*resumed))
+    error = run_error_and_notes(capsys, FAILED, *words)
+    assert "is damaged" in error["what"]
+    assert "checking it reads another" in error["notes"]
 
 
 def remove_checksums(folder: Path) -> Path:
