@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prepcli.core.errors import Key, text, usage_error
 from prepcli.formats.manifest import SAMPLE_DIGEST_KEY
@@ -19,7 +19,7 @@ from trainer.recipe.data_table import has_eval_data
 from trainer.recipe.key_types import MAX_INT32
 from trainer.run.checks import check_before_steps, check_machine, check_model, check_overrides
 from trainer.run.recipe_data import run_datasets
-from trainer.run.resume import check_base, check_resumable_step, read_changed_keys
+from trainer.run.resume import check_base
 from trainer.run.run import Run, compare_start
 from trainer.run.start import RandomReader, StartCheckpoint
 from trainer.run.storage import explain_removed_step
@@ -40,7 +40,12 @@ FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
 
 def configure(
-    run: Run, start: StartCheckpoint, sharding: ShardingContext, stack: ExitStack
+    run: Run,
+    start: StartCheckpoint,
+    sharding: ShardingContext,
+    *,
+    changed: Mapping[str, tuple[Any, Any]],
+    stack: ExitStack,
 ) -> tuple[LoopConfig, Mapping[str, int | None]]:
     """Check the recipe against the model and the machine, tokenize the data, and configure the loop.
 
@@ -48,6 +53,7 @@ def configure(
         run: The run.
         start: Open start checkpoint.
         sharding: Devices and rules of the run.
+        changed: Recipe keys whose values differ, as (value when the run began, value now).
         stack: Removes the tokens of a dry run at its end.
 
     Returns:
@@ -80,7 +86,6 @@ def configure(
         sharding=sharding,
         note=run.observer.note,
     )
-    changed = read_changed_keys(run, start)
     scratch_dir: Path | None = None
     if run.options.dry_run:
         # A dry run must not write to the run's folder, so missing tokens go to a temporary one.
@@ -270,7 +275,6 @@ def load_state(run: Run, start: StartCheckpoint, config: LoopConfig) -> TrainSta
                 start.adapter_reader,
                 on_rounding=lambda counts: run.observer.note(rounding_text(counts)),
             )
-        check_resumable_step(run, start, config)
         if start.adapter_reader is None:
             return restore_state(start.model_reader, setup, None)
         return restore_state(start.adapter_reader, setup, start.model_reader)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
@@ -25,7 +26,6 @@ from trainer.recipe.key_types import OnResume, change_text
 from trainer.recipe.lr_schedule import changed_fields
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
 from trainer.recipe.tables import keys_of, value_of
-from trainer.run.logs import make_folder
 from trainer.run.run import Run
 from trainer.run.run_record import SAMPLES_FILE
 from trainer.run.start import StartCheckpoint
@@ -60,12 +60,12 @@ FIXED_ON_RESUME = {
 }
 
 
-def read_changed_keys(run: Run, start: StartCheckpoint) -> dict[str, tuple[Any, Any]]:
-    """Return the changed recipe keys of a resumed run, after the check whether they may change.
+def read_changed_keys(run: Run, step: int) -> dict[str, tuple[Any, Any]]:
+    """Return the changed recipe keys of a run that resumes from a step, after the check whether they may change.
 
     Empty for a new run, and on other processes, which may not see the run's folder.
     """
-    if not run.is_process_0 or not start.steps_taken:
+    if not run.is_process_0 or not step:
         return {}
     # A dry run must not write to the run's folder: a bucket's recipe is downloaded to a temporary folder.
     recipe_file = run.storage.fetch_file(RECIPE_FILE, create_temporary_folder())
@@ -314,6 +314,15 @@ def check_resumable_step(run: Run, start: StartCheckpoint, config: LoopConfig) -
     Raises:
         PrepError: It has no optimizer state, or its parameters were cast.
     """
+    if not start.steps_taken:
+        return
+    error = find_missing_state(run, start, config)
+    if error is not None:
+        raise error
+
+
+def find_missing_state(run: Run, start: StartCheckpoint, config: LoopConfig) -> PrepError | None:
+    """Return the error of a saved step that has no state to train from, or None if it has one."""
     from trainer.training.step import has_optimizer_state
 
     reader = start.step_reader
@@ -329,16 +338,17 @@ def check_resumable_step(run: Run, start: StartCheckpoint, config: LoopConfig) -
     if not is_saved and has_optimizer_state(config.setup):
         what = f"step {step} has no optimizer state to resume from"
         why = text("it was saved with {}", Key("checkpoint.optimizer_state", False))
-        raise PrepError(what, why, hint)
+        return PrepError(what, why, hint)
     cast = reader.manifest.param_cast
     if cast is not None and cast["to"] != run.recipe.model.param_dtype:
         what = f"step {step} has no exact parameters to resume from"
         why = text("they were cast to {}, the {} of the run", cast["to"], Key("checkpoint.dtype"))
-        raise PrepError(what, why, hint)
+        return PrepError(what, why, hint)
+    return None
 
 
 def find_missing_events(
-    run: Run, config: LoopConfig, step: int, *, ends_early: bool = False
+    run: Run, config: LoopConfig, start: StartCheckpoint, *, ends_early: bool = False
 ) -> MissingEvents:
     """Return the events before the first step: of a new run, or the stopped or killed events of a saved step.
 
@@ -347,7 +357,7 @@ def find_missing_events(
     Args:
         run: The run.
         config: Configuration of the training loop.
-        step: Step to continue after. 0 means a new run, whatever the step of its training state is.
+        start: The step, or the start checkpoint of a new run.
         ends_early: Whether the run has ended early with this step.
 
     Raises:
@@ -357,25 +367,21 @@ def find_missing_events(
     from trainer.training.metrics import METRICS_FILE, num_logged_events
 
     missing = MissingEvents()
+    step = start.steps_taken
     if not step:
         missing = MissingEvents(config.is_evaluation_due(0), config.num_samples_due(0))
-    elif run.is_process_0:
-        make_folder(run)
-        metrics = run.storage.fetch_file(METRICS_FILE, run.folder)
-        samples = run.storage.fetch_file(SAMPLES_FILE, run.folder)
-        # The parameters of a finished run may be saved in a form that cannot be loaded for training. A run without its
-        # log was moved without it. In both cases no event is repeated.
-        is_loadable = run.recipe.checkpoint.optimizer_state and config.saved_dtype is None
-        is_finished = ends_early or step == config.steps
-        if metrics.exists() and (is_loadable or not is_finished):
-            missing = MissingEvents(
-                config.is_evaluation_due(step) and not num_logged_events(metrics, step),
-                max(
-                    0,
-                    config.num_samples_due(step, ends_early=ends_early)
-                    - num_logged_events(samples, step),
-                ),
-            )
+    # A finished run may have a last step that cannot be loaded for training. Its events are not repeated.
+    elif run.is_process_0 and find_missing_state(run, start, config) is None:
+        num_samples = config.num_samples_due(step, ends_early=ends_early)
+        with TemporaryDirectory(prefix="prep-") as folder:
+            metrics = run.storage.fetch_file(METRICS_FILE, Path(folder))
+            samples = run.storage.fetch_file(SAMPLES_FILE, Path(folder))
+            # A run without its log was moved without it. No event is repeated.
+            if metrics.exists():
+                missing = MissingEvents(
+                    config.is_evaluation_due(step) and not num_logged_events(metrics, step),
+                    max(0, num_samples - num_logged_events(samples, step)),
+                )
     # All processes evaluate and sample together, or none.
     words = run.group.broadcast(
         "missing events", f"{int(missing.evaluation)} {missing.num_samples}"
@@ -405,8 +411,8 @@ def find_patience(run: Run, config: LoopConfig, start: StartCheckpoint) -> Patie
     patience = recorded or NO_EVALUATIONS
     if run.is_process_0 and recorded is not None and recorded.last_step != step:
         # A signal had stopped the evaluation of this step, and a later start has repeated it without a save.
-        make_folder(run)
-        line = logged_evaluation(run.storage.fetch_file(METRICS_FILE, run.folder), step)
+        with TemporaryDirectory(prefix="prep-") as folder:
+            line = logged_evaluation(run.storage.fetch_file(METRICS_FILE, Path(folder)), step)
         if line is not None:
             patience = patience.after(step, metric.cost(line))
     words = run.group.broadcast("patience", json.dumps(patience.to_json()))

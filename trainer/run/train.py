@@ -62,9 +62,11 @@ from trainer.run.exports import (
 from trainer.run.logs import check_logs, open_logs, write_run_file
 from trainer.run.prepare import configure, load_state, with_base_facts
 from trainer.run.resume import (
+    check_resumable_step,
     find_lowest_cost,
     find_missing_events,
     find_patience,
+    read_changed_keys,
 )
 from trainer.run.run import (
     ExportStep,
@@ -128,15 +130,19 @@ def train(
             ExitStack() as stack,
         ):
             saved_steps = list_steps(run)
+            changed = read_changed_keys(run, max(saved_steps, default=0))
             start, sharding = open_start(run, saved_steps, stack)
-            config, memory = configure(run, start, sharding, stack)
+            config, memory = configure(run, start, sharding, changed=changed, stack=stack)
             step = start.steps_taken
-            if options.dry_run:
-                return make_result(run, config, step=step, resumed_at=step, memory=memory)
             patience = find_patience(run, config, start)
             end_reason = config.end_reason(step, patience)
-            missing_events = find_missing_events(run, config, step, ends_early=bool(end_reason))
-            if (end_reason or step == config.steps) and not missing_events:
+            missing_events = find_missing_events(run, config, start, ends_early=bool(end_reason))
+            is_finished = (end_reason or step == config.steps) and not missing_events
+            if not is_finished:
+                check_resumable_step(run, start, config)
+            if options.dry_run:
+                return make_result(run, config, step=step, resumed_at=step, memory=memory)
+            if is_finished:
                 return finish_exports(run, config, step=step, end_reason=end_reason)
             check_unread(run, start)
             display = displays.enter_context(

@@ -286,11 +286,25 @@ def test_resume_in_another_environment_is_a_warning(
     assert warning.endswith(" -> --xla_backend_optimization_level=1")
 
 
-def test_resume_needs_optimizer_state(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("dry_run", [("--dry-run",), ()])
+def test_resume_needs_optimizer_state(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], dry_run: tuple[str, ...]
+):
     words = ("--set", "checkpoint.optimizer_state=false")
     assert run_code("train", "recipe.toml", "--stop-after", "1", *words) == STOPPED
-    code, what, *_ = train_error(capsys, *words)
+    code, what, *_ = train_error(capsys, *words, *dry_run)
     assert (code, what) == (FAILED, "step 1 has no optimizer state to resume from")
+
+
+def test_changed_recipe_is_refused_before_the_memory_of_a_step(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The memory is too small because of the change."""
+    assert run_code("train", "recipe.toml", "--stop-after", "1") == STOPPED
+    monkeypatch.setattr("trainer.run.checks.host_memory", lambda: {"available": 1})
+    code, what, why, _ = train_error(capsys, "--set", "data.seq_length=64")
+    assert (code, what) == (FAILED, "the run began with another recipe")
+    assert why == "data.seq_length: 16 -> 64"
 
 
 def test_train_keeps_foreign_folder(work_dir: Path, capsys: pytest.CaptureFixture[str]):
@@ -407,8 +421,9 @@ def test_finished_run_needs_no_optimizer_state(work_dir: Path, capsys: pytest.Ca
     words = ("--set", "checkpoint.optimizer_state=false")
     run_ok("train", "recipe.toml", *words)
     capsys.readouterr()
-    code, report = train_json(capsys, *words)
-    assert (code, report["output"], report["resumed_at"]) == (OK, "runs/recipe/12", 12)
+    for settings in (words, (), (*words, "--dry-run")):
+        code, report = train_json(capsys, *settings)
+        assert (code, report["output"], report["resumed_at"]) == (OK, "runs/recipe/12", 12)
 
 
 def test_unsupported_layout_is_rejected_before_work(

@@ -117,8 +117,25 @@ def test_events_of_a_step_without_its_log_are_not_repeated(work_dir: Path):
     parameters = ("--set", "checkpoint.optimizer_state=false")
     run_ok(*TRAIN, *parameters, "--restart")
     metrics.write_text(lines[0])
+    # The saved step decides, whatever the recipe says about later ones.
+    run_ok(*TRAIN)
+    assert metrics.read_text() == lines[0]
     run_ok(*TRAIN, *parameters)
     assert metrics.read_text() == lines[0]
+
+
+def test_evaluation_of_a_step_without_optimizer_state_is_repeated(work_dir: Path):
+    """Gradient descent without momentum keeps no state, so that the run can be trained from its last step."""
+    parameters = ("checkpoint.optimizer_state=false", "train.steps=2")
+    words = (*TRAIN, *set_keys("optimizer.type=sgd", "optimizer.momentum=0", *parameters))
+    run_ok(*words)
+    metrics = Path("run", METRICS_FILE)
+    whole = metrics.read_text()
+    *lines, evaluation = whole.splitlines(keepends=True)
+    assert "eval_loss" in evaluation
+    metrics.write_text("".join(lines))
+    run_ok(*words)
+    assert metrics.read_text() == whole
 
 
 @pytest.mark.slow
