@@ -105,6 +105,24 @@ class LoopConfig:
             return 0
         return len(self.sampler.prompts)
 
+    def steps_after(self, step: int) -> range:
+        """Return the steps that a start takes after a step: to the last one, or `stop_after` of them."""
+        last_step = self.steps
+        if self.stop_after:
+            last_step = min(last_step, step + self.stop_after)
+        return range(step + 1, last_step + 1)
+
+    def has_evaluation(self, steps: range) -> bool:
+        """Return whether the parameters are evaluated after one of the steps."""
+        # The last step of a run, which always has one, is found first.
+        return self.evaluation is not None and any(map(self.is_evaluation_due, reversed(steps)))
+
+    def has_samples(self, steps: range, *, may_end_early: bool) -> bool:
+        """Return whether texts are generated after one of the steps."""
+        if self.sampler is None:
+            return False
+        return any(self.num_samples_due(step, ends_early=may_end_early) for step in reversed(steps))
+
     def end_reason(self, step: int, patience: Patience) -> str:
         """Return why a run ends with a step before its last one, or an empty text. See `Patience`."""
         if step >= self.steps:

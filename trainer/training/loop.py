@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import cast
 
 import jax
@@ -15,7 +15,7 @@ from jax import Array
 
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.worker_thread import run_abandonable
-from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.manifest_fields import CastCounts, Manifest
 from trainer.data.order import eval_batches
 from trainer.distributed.sharding import peak_memory_nbytes
 from trainer.training.checkpoint import (
@@ -108,10 +108,14 @@ class Loop:
         self.warn = warn
         self.lowest_cost = lowest_cost
         self.patience = patience
-        self.missing_events = missing_events
         # Cost of the last evaluation by its step, so that no later step is saved with it.
         self.eval_costs: dict[int, float] = {}
         self.step = int(state["step"])
+        self.missing_events = missing_events
+        if not self.step:
+            self.missing_events = MissingEvents(
+                config.is_evaluation_due(0), config.num_samples_due(0)
+            )
         self.start_step = self.last_saved_step = self.step
         self.pending_save: tuple[int, PendingSave] | None = None
         self.pending_metrics: deque[tuple[int, dict[str, Array]]] = deque()
@@ -130,7 +134,7 @@ class Loop:
         self.eval_step = _jit_eval_step(config.setup)
 
     def compile(self) -> None:
-        """Compile the functions of the run. An exception of a signal ends the wait for them.
+        """Compile the programs of this start. An exception of a signal ends the wait for them.
 
         Nothing can be lost here, because the state is as it was loaded. Later compilations could outlast the time
         between a stop signal and a kill.
@@ -142,18 +146,36 @@ class Loop:
 
     def _compile(self) -> None:
         config = self.config
-        if self.step < config.steps:
+        steps = config.steps_after(self.step)
+        if steps:
             self.compiled_step = self._compile_step()
+            self._compile_save()
+        missing = self.missing_events
+        evaluates = missing.evaluation or config.has_evaluation(steps)
+        may_end_early = evaluates and config.recipe.eval.patience > 0
+        samples = missing.num_samples > 0 or config.has_samples(steps, may_end_early=may_end_early)
         # Compiled by their first batch or first tokens, which are computed again when they are due.
-        if config.evaluation is not None and config.eval_every:
+        if evaluates:
+            assert config.evaluation is not None
             batches = eval_batches(
                 config.evaluation.n_rows, config.eval_batch_size, limit=config.recipe.eval.limit
             )
             batch = load_batch(config.evaluation, next(batches), config.setup.sharding)
             sums = jax.block_until_ready(self.eval_step(self.state["params"], batch))
             check_metric_name(config.best_metric, sums)
-        if config.sampler is not None and config.recipe.log.sample_every:
+        if samples:
+            assert config.sampler is not None
             config.sampler.compile(self.state["params"])
+        if evaluates or samples:
+            self.stop_signals.agree()
+
+    def _compile_save(self) -> None:
+        """Compile the functions of a save by a call with the start state."""
+        jax.block_until_ready(_all_finite(self.state))
+        if self.config.saved_dtype is not None:
+            # A value that is too large for the dtype is reported by the save.
+            with suppress(PrepError):
+                self._count_cast_values()
 
     def run(self, poll_stop_reason: Callable[[], str] = str) -> None:
         """Take the remaining steps, or stop early for a stop reason.
@@ -253,15 +275,10 @@ class Loop:
     def _run_start_events(self) -> bool:
         """Run the events before the first step, or the missing ones of a resumed step. Return whether all were run."""
         # A signal may stop them.
-        evaluates = self.missing_events.evaluation
-        num_samples = self.missing_events.num_samples
-        if self.step == 0:
-            evaluates = self.config.is_evaluation_due(0)
-            num_samples = self.config.num_samples_due(0)
         try:
-            if evaluates:
+            if self.missing_events.evaluation:
                 self._evaluate()
-            self._log_samples(num_samples)
+            self._log_samples(self.missing_events.num_samples)
         except EventStoppedError:
             return False
         return True
@@ -451,9 +468,8 @@ class Loop:
         if self.config.recipe.eval.patience:
             fields |= Manifest(patience={"metric": metric.name, **self.patience.to_json()})
         if self.config.saved_dtype is not None:
-            frozen = self.config.setup.model.base_paths
             try:
-                counts = count_changed_values(self.state["params"], self.config.saved_dtype, frozen)
+                counts = self._count_cast_values()
             except PrepError as error:
                 self.warn(
                     f"step {self.step}: {error.what} - {error.why}; they are saved without a cast"
@@ -461,6 +477,14 @@ class Loop:
             else:
                 fields |= Manifest(param_cast=counts)
         return fields
+
+    def _count_cast_values(self) -> CastCounts:
+        """Count the values that the dtype of checkpoints changes. Raise PrepError if one is too large for it."""
+        config = self.config
+        assert config.saved_dtype is not None
+        return count_changed_values(
+            self.state["params"], config.saved_dtype, config.setup.model.base_paths
+        )
 
     def _wait_for_save(self) -> None:
         """Wait for the save in the background, and report it. Raise its PrepError if it failed."""

@@ -154,6 +154,43 @@ def test_stop_in_an_evaluation_of_two_processes(work_dir: Path, process: str):
     assert evaluated == [0, 5, 10, 12]
 
 
+# Prints the programs that XLA compiles after `Loop.compile`.
+LATE_COMPILATIONS = f"""
+import jax, sys
+from trainer.training.loop import Loop
+
+run = Loop.run
+
+def run_and_listen(self, *arguments):
+    def listen(event, seconds, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            print("late:", details.get("fun_name"), file=sys.stderr)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    run(self, *arguments)
+
+Loop.run = run_and_listen
+{PREP}
+"""
+SAMPLES = ('log.samples="w1 w2"', "log.sample_tokens=4")
+
+
+AT_THE_END = (*SAMPLES, "checkpoint.dtype=bfloat16", "checkpoint.optimizer_state=false")
+AT_THE_START = (*SAMPLES, "eval.at_start=true")
+AT_AN_EARLY_END = (*SAMPLES, "train.eval_every=1", "eval.patience=1", "optimizer.lr=1e-30")
+
+
+@pytest.mark.parametrize(
+    "settings", slow_except([(AT_THE_END,), (AT_THE_START,), (AT_AN_EARLY_END,)], [(AT_THE_END,)])
+)
+def test_all_programs_are_compiled_before_the_first_step(work_dir: Path, settings: tuple[str, ...]):
+    """A compilation could outlast the time between a stop signal and a kill."""
+    words = ("train", "recipe.toml", *set_keys("train.steps=3", *settings))
+    process = run_python(LATE_COMPILATIONS, *words, has_jax=True)
+    assert process.returncode == OK, process.stderr
+    assert "evaluated at step" in process.stderr
+    assert [line for line in process.stderr.splitlines() if line.startswith("late:")] == []
+
+
 def test_ctrl_c_ends_a_compilation(work_dir: Path):
     process = start_python(ENDLESS_PHASE, "_compile_step", *TRAIN, has_jax=True)
     wait_until(Path("waiting").exists, process)
