@@ -297,6 +297,9 @@ class Loop:
             if is_evaluation_due:
                 self._evaluate()
             ends_early = bool(self.config.end_reason(self.step, self.patience))
+            if ends_early and self.unlogged_step is not None:
+                # Only its evaluation has shown that it is the last step.
+                self._log_step(*self.unlogged_step)
             cost = self.eval_costs.get(self.step, math.inf)
             is_best = self.config.saves_best and cost < self.lowest_cost
             if is_save_due or ends_early or is_best:

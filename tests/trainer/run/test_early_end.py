@@ -122,6 +122,17 @@ def test_early_end_tells_why_and_samples(work_dir: Path, capsys: pytest.CaptureF
     assert sampled == saved_steps(Path("run"))[-1:]
 
 
+def test_last_step_of_an_early_end_is_logged(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    result = run_json(capsys, *words("run", *PATIENT, "train.log_every=100"))
+    losses = {
+        line["step"]: line["loss"]
+        for line in read_metrics(Path("run", METRICS_FILE))
+        if "loss" in line
+    }
+    assert [*losses] == [1, result["step"]]
+    assert result["loss"] == losses[result["step"]]
+
+
 def test_changed_metric_starts_patience_again(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     run_ok(*words("run", *PATIENT))
     end = saved_steps(Path("run"))[-1]
