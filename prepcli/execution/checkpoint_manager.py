@@ -314,6 +314,16 @@ class CheckpointManager:
         with self._storage.open_step(step, verify=False) as reader:
             return reader.manifest
 
+    def note_evaluations(self, metric: str, costs: Mapping[int, float]) -> None:
+        """Count evaluations of saved steps whose manifests lack them. See `StepScore.completed`.
+
+        Args:
+            metric: Name of the metric.
+            costs: Cost of each evaluation, by step.
+        """
+        if self._is_first:
+            self._scores.complete(self.steps(), metric, costs)
+
     def lowest_cost(self, group: ScoreGroup) -> float:
         """Return the lowest cost of the saved steps, or infinity if none has one.
 
@@ -355,7 +365,7 @@ class CheckpointManager:
 
 @dataclass(slots=True)
 class StepScores:
-    """Evaluations in the manifests of steps. Each manifest is read once.
+    """Evaluations of steps, from their manifests or from the log. Each manifest is read once.
 
     Attributes:
         read_manifest: Reads the manifest of a step.
@@ -367,11 +377,21 @@ class StepScores:
 
     def best_steps(self, steps: Sequence[int]) -> dict[ScoreGroup, int]:
         """Return the best step of each group. See `manifest.best_steps`."""
+        self._read(steps)
+        return best_steps({step: self.scores[step] for step in steps})
+
+    def complete(self, steps: Sequence[int], metric: str, costs: Mapping[int, float]) -> None:
+        """Add the costs of evaluations that the manifests of steps lack. See `StepScore.completed`."""
+        evaluated = [step for step in steps if step in costs]
+        self._read(evaluated)
+        for step in evaluated:
+            self.scores[step] = self.scores[step].completed(metric, costs[step])
+
+    def _read(self, steps: Sequence[int]) -> None:
         for step in steps:
             # A saved step is never overwritten, so a value that was read once stays valid.
             if step not in self.scores:
                 self.scores[step] = manifest_score(self.read_manifest(step))
-        return best_steps({step: self.scores[step] for step in steps})
 
 
 def removable_steps(

@@ -223,6 +223,9 @@ class MemoryStore:
         )
         return FinishedSave(0.0)
 
+    def note_evaluations(self, metric: str, costs: Mapping[int, float]) -> None:
+        """Do nothing: this store removes no step."""
+
 
 @dataclass
 class RecordingLog(RunLog):

@@ -13,7 +13,14 @@ from pydantic import BaseModel
 
 from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_error
 from prepcli.core.formatting import count_text
-from prepcli.formats.manifest import RECIPE_FILE, score_group
+from prepcli.formats.manifest import (
+    METRICS_FILE,
+    RECIPE_FILE,
+    StepScore,
+    logged_costs,
+    manifest_score,
+    score_group,
+)
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.restore.item_reader import ItemReader
 from prepcli.sources.source import AVERAGE_SLOT
@@ -386,7 +393,17 @@ def find_missing_events(
     words = run.group.broadcast(
         "missing events", f"{int(missing.evaluation)} {missing.num_samples}"
     ).split()
-    return MissingEvents(bool(int(words[0])), int(words[1]))
+    return MissingEvents(
+        bool(int(words[0])), int(words[1]), is_score=bool(step) and _lacks_score(start, config)
+    )
+
+
+def _lacks_score(start: StartCheckpoint, config: LoopConfig) -> bool:
+    """Return whether the manifest of a step lacks an evaluation that could make it the best step."""
+    score = manifest_score(start.step_reader.manifest)
+    metric = config.best_metric.name
+    expected = score_group(metric, config.manifest_fields)
+    return config.saves_best and score.completed(metric, 0.0) == StepScore(0.0, expected)
 
 
 def find_patience(run: Run, config: LoopConfig, start: StartCheckpoint) -> Patience:
@@ -429,6 +446,9 @@ def find_lowest_cost(run: Run, config: LoopConfig, checkpoints: CheckpointManage
     lowest = math.inf
     if run.is_process_0:
         metric = config.best_metric
+        # A signal may have stopped the evaluation of a step. A later start has repeated it, after the step was saved.
+        costs = logged_costs(run.folder / METRICS_FILE, metric.name, metric.best_is)
+        checkpoints.note_evaluations(metric.name, costs)
         lowest = checkpoints.lowest_cost(score_group(metric.name, config.manifest_fields))
     # `repr` of a float is exact: all processes compare later values with the same one, and so
     # save the same steps.

@@ -75,6 +75,10 @@ class Checkpoints(Protocol):
         """
         ...
 
+    def note_evaluations(self, metric: str, costs: Mapping[int, float]) -> None:
+        """Count the costs of evaluations, by step, for saved steps whose manifests lack them."""
+        ...
+
 
 def host_leaves(
     state: TrainState | dict[str, Tree],

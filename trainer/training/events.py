@@ -195,6 +195,8 @@ class MissingEvents:
 
     evaluation: bool = False  # Whether its evaluation is missing
     num_samples: int = 0  # Number of missing samples, the last ones of the step
+    # Whether the evaluation counts for the best step: the saved step was to have it in its manifest.
+    is_score: bool = False
 
     def __bool__(self) -> bool:
         """Return whether an event is missing."""

@@ -278,10 +278,18 @@ class Loop:
         try:
             if self.missing_events.evaluation:
                 self._evaluate()
+                if self.missing_events.is_score:
+                    self._count_late_evaluation()
             self._log_samples(self.missing_events.num_samples)
         except EventStoppedError:
             return False
         return True
+
+    def _count_late_evaluation(self) -> None:
+        """Count the evaluation of the saved start step as if its manifest had it."""
+        cost = self.eval_costs[self.step]
+        self.lowest_cost = min(self.lowest_cost, cost)
+        self.store.note_evaluations(self.config.best_metric.name, {self.step: cost})
 
     def _run_due_events(self) -> bool:
         """Save, evaluate and sample, each if it is due after this step. Return whether all due events were run."""

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias, TypedDict
 
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import JsonObject
+from prepcli.formats.manifest import METRICS_FILE
 from prepcli.stores.files import ACCESS_HINT, read_complete_lines, replacing_file
 
-METRICS_FILE = "metrics.jsonl"
 # Prefix of the values of an evaluation.
 EVAL_PREFIX = "eval_"
 # exp(700) is finite in float64.

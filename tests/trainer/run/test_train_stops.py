@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import FAILED, INTERRUPTED, OK, STOPPED
-from prepcli.formats.manifest import saved_steps
+from prepcli.formats.manifest import best_step, read_manifest, saved_steps
 from tests.helpers.fork_server import (
     PREP,
     ForkedProcess,
@@ -101,6 +101,28 @@ def test_stop_in_an_evaluation_loses_no_step(work_dir: Path, step: int):
     # A finished run takes no further turn.
     run_ok(*TRAIN)
     assert log_lines("run") == log_lines("whole")
+
+
+def test_stop_in_the_evaluation_of_the_best_step_keeps_it(work_dir: Path):
+    """The step is saved without its loss, and later ones are worse."""
+    keys = ("checkpoint.best=eval_loss", "checkpoint.keep=1", "checkpoint.every=3")
+    diverging = ("train.eval_every=2", "optimizer.lr=1", "optimizer.clip_norm=0")
+    words = ("train", "recipe.toml", *set_keys(*keys, *diverging))
+    run_ok(*words, "--out", "whole")
+    best = 2
+    assert best_step(Path("whole")) == best
+    words = (*words, "--out", "run")
+    stopped = run_python(SIGNAL_IN_EVALUATION, str(best), "0", *words, has_jax=True)
+    assert stopped.returncode == STOPPED, stopped.stderr
+    manifest = read_manifest(Path("run", str(best)))
+    assert manifest is not None
+    assert manifest.eval_loss is None
+    # The first start evaluates the step, and the second one reads the loss in the log.
+    for options, code in ((("--stop-after", "2"), STOPPED), ((), OK)):
+        process = run_prep(*words, *options, cwd=work_dir, has_jax=True)
+        assert process.returncode == code, process.stderr
+    assert saved_steps(Path("run")) == saved_steps(Path("whole"))
+    assert best_step(Path("run")) == best
 
 
 def test_events_of_a_step_without_its_log_are_not_repeated(work_dir: Path):
