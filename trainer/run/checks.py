@@ -1,11 +1,19 @@
 """The checks of a run. Each raises the first problem, with what fixes it.
 
-A run makes them in this order:
+A run makes them in this order. `train.train` shows it:
 
-1. `check_inputs` and `check_devices`: the recipe alone, before a model is located.
-2. `check_config`: the memory of a step, before the tensors of a model are matched. Not for a checkpoint of prep.
-3. `check_model` and `check_machine`: model, memory and disk, before data is tokenized.
-4. `check_before_steps`: the data, the earlier steps of the run, and warnings.
+1. `resume.read_changed_keys`: the recipe against the recipe of an earlier start.
+2. `check_inputs` and `check_devices`: the recipe alone, before a model is located.
+3. `check_config`: the memory of a step, before the tensors of a model are matched. Not for a checkpoint of prep.
+4. `check_start`: the start checkpoint and the machine, before data is tokenized. In this order: what a restart would
+   delete, the batch, the hub's repository of a new run, the model, its overrides, its layout on the mesh, the attention
+   kernel, and memory and disk. The prompts of samples follow (`prepare.make_sampler`).
+5. `check_before_steps`: the data, the earlier steps of the run, warnings, and the agreement of all processes.
+6. `resume.check_resumable_step`: the state of the last step, unless the run is finished. A dry run ends here.
+7. `train.check_unread`: the hub's repository of a resumed run, and tensors without checksums.
+8. `resume.check_base`: the frozen parameters, once they are loaded.
+9. `storage.check_last_step`: the last step again, before the first change of a saved file.
+10. `eval_metrics.check_metric_name`: the metric of the best step, with the first batch of an evaluation.
 """
 
 from __future__ import annotations
@@ -51,9 +59,9 @@ from trainer.planning.training_plan import (
 )
 from trainer.recipe import Recipe
 from trainer.recipe.conflicts import check_model_fit
-from trainer.recipe.data_table import Data, split_sources
+from trainer.recipe.data_table import Data, has_eval_data, split_sources
 from trainer.recipe.text_fields import CONCATENATED
-from trainer.run.exports import EXPORTS_FOLDER
+from trainer.run.exports import EXPORTS_FOLDER, check_repository
 from trainer.run.resume import (
     cast_warning,
     check_continued_start,
@@ -61,10 +69,11 @@ from trainer.run.resume import (
     environment_warning,
     unread_warning,
 )
-from trainer.run.run import Run
+from trainer.run.run import Run, compare_start
 
 if TYPE_CHECKING:
     from prepcli.execution.training_storage import RunStorage
+    from prepcli.models.attention_kernels import KernelChoice
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import ModelSpec
     from trainer.run.start import StartCheckpoint
@@ -112,6 +121,50 @@ def check_inputs(
         check_tokenizer_exists(Path(tokenizer))
 
 
+def check_start(
+    run: Run, start: StartCheckpoint, sharding: ShardingContext
+) -> tuple[ModelSpec, KernelChoice, dict[str, int | None]]:
+    """Check the recipe against the start checkpoint and the machine, before data is tokenized, which may take hours.
+
+    Args:
+        run: The run.
+        start: Open start checkpoint.
+        sharding: Devices and rules of the run.
+
+    Returns:
+        The model to train, its attention kernel, and the memory estimate of a step.
+
+    Raises:
+        PrepError: The recipe does not fit the model or the machine, or a restart would delete the start checkpoint.
+    """
+    from trainer.nn.model_spec import model_from_manifest
+    from trainer.training.setup import (
+        check_batch,
+        check_model_layout,
+        choose_kernel,
+        dropout_rates,
+    )
+
+    recipe = run.recipe
+    if run.options.restart:
+        check_restart_source(start, run.storage, recipe)
+    # The rules of the checkpoint apply if the recipe has none.
+    check_batch(recipe, sharding)
+    if not (run.options.dry_run or start.steps_taken):
+        check_repository(run)
+    manifest = start.model_manifest(recipe)
+    model = model_from_manifest(manifest)
+    check_model(recipe, model)
+    _check_stride(recipe)
+    if recipe.model.overrides and not recipe.model.is_random:
+        check_overrides(start, model)
+    check_model_layout(recipe, model, sharding)
+    dropout = dropout_rates(recipe, manifest["config"], model)
+    kernel = choose_kernel(recipe, model, sharding, warn=run.observer.warn, dropout=dropout)
+    memory = check_machine(run, manifest, sharding, kernel=kernel.name)
+    return model, kernel, memory
+
+
 def check_model(recipe: Recipe, model: DataModel) -> None:
     """Check a recipe against the architecture of its model.
 
@@ -131,6 +184,14 @@ def check_model(recipe: Recipe, model: DataModel) -> None:
     if model.arch_config.experts_per_token and "mlp_hidden" in saved:
         why = f"the experts of {model.family.name} compute their hidden units again"
         raise usage_error("`model.remat_policy` has mlp_hidden", why, "remove it from the list")
+
+
+def _check_stride(recipe: Recipe) -> None:
+    """Raise UsageError if a recipe sets the stride of an evaluation that has no data."""
+    if recipe.eval.stride is not None and not has_eval_data(recipe.data):
+        why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
+        hint = text("{}", Key("data.holdout", 0.05, is_override=True))
+        raise usage_error(f"`eval.stride` is {recipe.eval.stride}", why, hint)
 
 
 def check_overrides(start: StartCheckpoint, model: ModelSpec) -> None:
@@ -221,19 +282,36 @@ def check_before_steps(
     config: LoopConfig,
     changed: Mapping[str, tuple[Any, Any]],
 ) -> None:
-    """Check whether the run may continue with this recipe, and print warnings about the recipe and the disk.
+    """Check whether the run may continue with this recipe, and whether all processes start alike.
 
     Args:
-        run: The run. Process 0 checks it, as another process may not see its folder.
+        run: The run. Process 0 compares it with its earlier steps, as another process may not see its folder.
         start: Open start checkpoint.
         config: Configuration of the loop.
         changed: Recipe keys whose values differ, as (value at the last start, value now).
 
     Raises:
-        PrepError: The data, the batch size, the schedule or the training state do not fit the earlier steps.
+        PrepError: The data, the batch size, the schedule or the training state do not fit the earlier steps, or
+            processes read different checkpoints or data.
     """
-    if not run.is_process_0:
-        return
+    if run.is_process_0:
+        _check_earlier_steps(run, start, config, changed)
+    compare_start(
+        run.group,
+        start.manifest,
+        step=start.steps_taken,
+        data_identity=config.manifest_fields.data,
+        kernel=config.setup.forward_config.attention_options.kernel,
+    )
+
+
+def _check_earlier_steps(
+    run: Run,
+    start: StartCheckpoint,
+    config: LoopConfig,
+    changed: Mapping[str, tuple[Any, Any]],
+) -> None:
+    """Check a run against its earlier steps, and print warnings about the recipe and the disk."""
     step = start.steps_taken
     manifest = start.step_reader.manifest
     warnings: list[str] = []

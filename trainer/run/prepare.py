@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prepcli.core.errors import Key, text, usage_error
 from prepcli.formats.manifest import SAMPLE_DIGEST_KEY
@@ -15,19 +12,16 @@ from prepcli.planning.manifest_fields import Manifest
 from prepcli.restore.item_reader import ItemReader
 from trainer.planning.step_inputs import check_patterns, split_batch
 from trainer.recipe import Recipe, recipe_to_toml
-from trainer.recipe.data_table import has_eval_data
 from trainer.recipe.key_types import MAX_INT32
-from trainer.run.checks import check_before_steps, check_machine, check_model, check_overrides
-from trainer.run.recipe_data import run_datasets
 from trainer.run.resume import check_base
-from trainer.run.run import Run, compare_start
+from trainer.run.run import Run
 from trainer.run.start import RandomReader, StartCheckpoint
 from trainer.run.storage import explain_removed_step
-from trainer.run.summary import rounding_environment, rounding_text, run_summary_lines
+from trainer.run.summary import rounding_environment, rounding_text
 
 if TYPE_CHECKING:
     from prepcli.core.intervals import Interval
-    from prepcli.models.layer_config import DropoutConfig
+    from prepcli.models.attention_kernels import KernelChoice
     from trainer.data.order import RowOrder
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import ModelSpec
@@ -39,87 +33,20 @@ if TYPE_CHECKING:
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
 
-def configure(
-    run: Run,
-    start: StartCheckpoint,
-    sharding: ShardingContext,
-    *,
-    changed: Mapping[str, tuple[Any, Any]],
-    stack: ExitStack,
-) -> tuple[LoopConfig, Mapping[str, int | None]]:
-    """Check the recipe against the model and the machine, tokenize the data, and configure the loop.
-
-    Args:
-        run: The run.
-        start: Open start checkpoint.
-        sharding: Devices and rules of the run.
-        changed: Recipe keys whose values differ, as (value when the run began, value now).
-        stack: Removes the tokens of a dry run at its end.
-
-    Returns:
-        The configuration, and the memory estimate of a step.
-
-    Raises:
-        PrepError: The recipe does not fit the model, the machine, the data or the run so far.
-    """
-    from trainer.nn.model_spec import model_from_manifest
+def make_sampler(
+    run: Run, start: StartCheckpoint, model: ModelSpec, sharding: ShardingContext
+) -> Sampler | None:
+    """Return the sampler of a run, None without prompts. A prompt or tokenizer that cannot work is an error."""
     from trainer.training.samples import build_sampler
-    from trainer.training.setup import check_model_layout, choose_kernel, dropout_rates
 
-    recipe = run.recipe
-    manifest = start.model_manifest(recipe)
-    model = model_from_manifest(manifest)
-    check_model(recipe, model)
-    _check_stride(recipe)
-    if recipe.model.overrides and not recipe.model.is_random:
-        check_overrides(start, model)
-    check_model_layout(recipe, model, sharding)
-    dropout = dropout_rates(recipe, manifest["config"], model)
-    kernel = choose_kernel(recipe, model, sharding, warn=run.observer.warn, dropout=dropout)
-    memory = check_machine(run, manifest, sharding, kernel=kernel.name)
-    # Before the data is tokenized, which may take hours: a prompt or tokenizer that cannot work is found here.
-    sampler = build_sampler(
-        recipe,
+    return build_sampler(
+        run.recipe,
         model,
-        manifest["config"],
+        start.model_manifest(run.recipe)["config"],
         files=start.tokenizer_folder,
         sharding=sharding,
         note=run.observer.note,
     )
-    scratch_dir: Path | None = None
-    if run.options.dry_run:
-        # A dry run must not write to the run's folder, so missing tokens go to a temporary one.
-        scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-")))
-    # This can take hours. The next start continues it after an interruption.
-    datasets = run_datasets(
-        run,
-        start,
-        model,
-        model_config=manifest["config"],
-        changed=changed,
-        scratch_dir=scratch_dir,
-    ).build()
-    config = build_loop_config(
-        run,
-        start,
-        model,
-        sharding=sharding,
-        kernel=kernel.name,
-        dropout=dropout,
-        datasets=datasets,
-        sampler=sampler,
-    )
-    check_before_steps(run, start, config, changed)
-    compare_start(
-        run.group,
-        start.manifest,
-        step=start.steps_taken,
-        data_identity=datasets.identity,
-        kernel=kernel.name,
-    )
-    for line in run_summary_lines(run, start, config, kernel):
-        run.observer.note(line)
-    return config, memory
 
 
 def build_loop_config(
@@ -128,9 +55,8 @@ def build_loop_config(
     model: ModelSpec,
     *,
     sharding: ShardingContext,
-    kernel: str,
-    dropout: DropoutConfig,
-    datasets: Datasets,
+    kernel: KernelChoice,
+    data: Datasets,
     sampler: Sampler | None,
 ) -> LoopConfig:
     """Build the configuration of the loop.
@@ -140,9 +66,8 @@ def build_loop_config(
         start: Open start checkpoint.
         model: The model to train.
         sharding: The mesh of devices and its partition rules.
-        kernel: Name of the attention kernel.
-        dropout: Rates of dropout and forgetful causal masking.
-        datasets: Training and evaluation data.
+        kernel: The attention kernel.
+        data: Training and evaluation data.
         sampler: Generates texts from the prompts of the recipe.
 
     Raises:
@@ -151,21 +76,21 @@ def build_loop_config(
     """
     from trainer.training.datasets import make_order
     from trainer.training.events import LoopConfig
-    from trainer.training.setup import build_step_setup, peak_step_s
+    from trainer.training.setup import build_step_setup, dropout_rates, peak_step_s
 
     recipe = run.recipe
     assert sharding.mesh is not None
     check_patterns(recipe.optimizer, model.saved_leaves)
     batch_size = split_batch(recipe, sharding.mesh, sharding.rules).shape.size
-    order = make_order(datasets, batch_size, seed=recipe.seed, shuffle=recipe.data.shuffle)
-    steps = _num_steps(recipe, datasets.train.n_rows, order)
+    order = make_order(data, batch_size, seed=recipe.seed, shuffle=recipe.data.shuffle)
+    steps = _num_steps(recipe, data.train.n_rows, order)
     setup = build_step_setup(
         recipe,
         model,
         sharding=sharding,
-        kernel=kernel,
+        kernel=kernel.name,
         steps=steps,
-        dropout=dropout,
+        dropout=dropout_rates(recipe, start.model_manifest(recipe)["config"], model),
         token_functions=run.options.token_functions,
     )
     setup = replace(setup, base_dtypes=_base_dtypes(recipe, start, model))
@@ -174,8 +99,8 @@ def build_loop_config(
         recipe=recipe,
         steps=steps,
         order=order,
-        train=datasets.train,
-        evaluation=datasets.evaluation,
+        train=data.train,
+        evaluation=data.evaluation,
         eval_every=_make_interval(recipe.train.eval_every, recipe.train.eval_every_epochs, order),
         save_every=_make_interval(recipe.checkpoint.every, recipe.checkpoint.every_epochs, order),
         manifest_fields=Manifest(
@@ -184,11 +109,11 @@ def build_loop_config(
         )
         | run.options.token_functions.manifest_fields
         | Manifest(
-            data=datasets.identity,
+            data=data.identity,
             batch_size=batch_size,
             rate=setup.optimizer.lr_schedule.manifest_fields(),
         )
-        | _evaluation_fields(recipe, datasets),
+        | _evaluation_fields(recipe, data),
         stop_after=run.options.stop_after,
         peak_step_s=peak_step_s(recipe, model, sharding),
         sampler=sampler,
@@ -204,14 +129,6 @@ def _num_steps(recipe: Recipe, n_rows: int, order: RowOrder) -> int:
             "`train.epochs` is too large", why, text("{}", Key("train.epochs", 3, is_override=True))
         )
     return steps
-
-
-def _check_stride(recipe: Recipe) -> None:
-    """Raise UsageError if a recipe sets the stride of an evaluation that has no data."""
-    if recipe.eval.stride is not None and not has_eval_data(recipe.data):
-        why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
-        hint = text("{}", Key("data.holdout", 0.05, is_override=True))
-        raise usage_error(f"`eval.stride` is {recipe.eval.stride}", why, hint)
 
 
 def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> Manifest:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from prepcli.core.errors import Key
@@ -32,7 +34,7 @@ from trainer.run.storage import RUNS_FOLDER, TOKENS_FOLDER
 
 if TYPE_CHECKING:
     from trainer.data.tokenize_config import RecordedTokens
-    from trainer.training.datasets import DataModel, DatasetBuilder
+    from trainer.training.datasets import DataModel, DatasetBuilder, Datasets
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,29 +88,34 @@ def recipe_datasets(
     )
 
 
-def run_datasets(
+def tokenize_data(
     run: Run,
     start: StartCheckpoint,
     model: DataModel,
     *,
-    model_config: HFConfig,
     changed: Mapping[str, tuple[Any, Any]],
-    scratch_dir: Path | None,
-) -> DatasetBuilder:
-    """Return the builder of a run's datasets.
+    stack: ExitStack,
+) -> Datasets:
+    """Tokenize the data of a run, or open its tokens. This can take hours, and the next start continues it.
 
     Args:
         run: The run.
         start: Open start checkpoint.
         model: The model to train.
-        model_config: config.json of the model, with the recipe's changes.
         changed: Changed recipe keys of a resumed run, as (value at the last start, value now).
-        scratch_dir: Folder for missing tokens in a dry run, which must not write to the run's folder. None
-            if it is not a dry run.
+        stack: Removes the tokens of a dry run at its end.
+
+    Raises:
+        PrepError: The data or the tokenizer is invalid, or the tokens cannot be written.
     """
     from trainer.training.datasets import DatasetBuilder
 
     observer = run.observer
+    model_config: HFConfig = start.model_manifest(run.recipe)["config"]
+    scratch_dir: Path | None = None
+    if run.options.dry_run:
+        # A dry run must not write to the run's folder, so missing tokens go to a temporary one.
+        scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-")))
     return DatasetBuilder(
         run.recipe,
         model,
@@ -122,7 +129,7 @@ def run_datasets(
         recorded=_recorded_tokens(run, start, changed),
         progress=tokenize_progress(observer),
         note=observer.note,
-    )
+    ).build()
 
 
 def _stop_ids(model: DataModel, config: HFConfig, folder: Path) -> tuple[int, ...]:

@@ -67,12 +67,12 @@ FIXED_ON_RESUME = {
 }
 
 
-def read_changed_keys(run: Run, step: int) -> dict[str, tuple[Any, Any]]:
-    """Return the changed recipe keys of a run that resumes from a step, after the check whether they may change.
+def read_changed_keys(run: Run, saved_steps: Sequence[int]) -> dict[str, tuple[Any, Any]]:
+    """Return the changed recipe keys of a run with saved steps, after the check whether they may change.
 
     Empty for a new run, and on other processes, which may not see the run's folder.
     """
-    if not run.is_process_0 or not step:
+    if not run.is_process_0 or not saved_steps:
         return {}
     # A dry run must not write to the run's folder: a bucket's recipe is downloaded to a temporary folder.
     recipe_file = run.storage.fetch_file(RECIPE_FILE, create_temporary_folder())
@@ -355,7 +355,7 @@ def find_missing_state(run: Run, start: StartCheckpoint, config: LoopConfig) -> 
 
 
 def find_missing_events(
-    run: Run, config: LoopConfig, start: StartCheckpoint, *, ends_early: bool = False
+    run: Run, config: LoopConfig, start: StartCheckpoint, patience: Patience
 ) -> MissingEvents:
     """Return the events before the first step: of a new run, or the stopped or killed events of a saved step.
 
@@ -365,7 +365,7 @@ def find_missing_events(
         run: The run.
         config: Configuration of the training loop.
         start: The step, or the start checkpoint of a new run.
-        ends_early: Whether the run has ended early with this step.
+        patience: The evaluations up to this step, with which the run may have ended early.
 
     Raises:
         PrepError: A log cannot be read.
@@ -379,6 +379,7 @@ def find_missing_events(
         missing = MissingEvents(config.is_evaluation_due(0), config.num_samples_due(0))
     # A finished run may have a last step that cannot be loaded for training. Its events are not repeated.
     elif run.is_process_0 and find_missing_state(run, start, config) is None:
+        ends_early = bool(config.end_reason(step, patience))
         num_samples = config.num_samples_due(step, ends_early=ends_early)
         with TemporaryDirectory(prefix="prep-") as folder:
             metrics = run.storage.fetch_file(METRICS_FILE, Path(folder))

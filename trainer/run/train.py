@@ -45,10 +45,11 @@ from trainer.data.find_files import DataFinder
 from trainer.data.store import has_shard, is_complete
 from trainer.recipe import LoadedRecipe, recipe_to_toml
 from trainer.run.checks import (
+    check_before_steps,
     check_config,
     check_devices,
     check_inputs,
-    check_restart_source,
+    check_start,
 )
 from trainer.run.display import open_display
 from trainer.run.exports import (
@@ -60,7 +61,8 @@ from trainer.run.exports import (
     step_exports,
 )
 from trainer.run.logs import check_logs, open_logs, write_run_file
-from trainer.run.prepare import configure, load_state, with_base_facts
+from trainer.run.prepare import build_loop_config, load_state, make_sampler, with_base_facts
+from trainer.run.recipe_data import tokenize_data
 from trainer.run.resume import (
     check_resumable_step,
     find_lowest_cost,
@@ -90,15 +92,17 @@ from trainer.run.storage import (
     hold_run,
     open_run_storage,
 )
-from trainer.run.summary import write_environment
+from trainer.run.summary import run_summary_lines, write_environment
 from trainer.training.metrics import RunLog
 
 if TYPE_CHECKING:
     from prepcli.core.process_group import ProcessGroup
     from prepcli.models.rules import Rules
     from trainer.distributed.sharding import ShardingContext
-    from trainer.training.events import LoopConfig, StepProfiler
+    from trainer.training.eval_metrics import Patience
+    from trainer.training.events import LoopConfig, MissingEvents, StepProfiler
     from trainer.training.loop import Loop
+    from trainer.training.step import TrainState
 
 
 def train(
@@ -121,8 +125,6 @@ def train(
     Raises:
         PrepError: The checkpoint, the data or the devices are invalid, or training failed.
     """
-    from trainer.training.loop import Loop
-
     with connect(loaded, options, observer, export) as run, ExitStack() as displays:
         with (
             raise_on_signal(),
@@ -130,20 +132,27 @@ def train(
             ExitStack() as stack,
         ):
             saved_steps = list_steps(run)
-            changed = read_changed_keys(run, max(saved_steps, default=0))
+            changed = read_changed_keys(run, saved_steps)
             start, sharding = open_start(run, saved_steps, stack)
-            config, memory = configure(run, start, sharding, changed=changed, stack=stack)
+            model, kernel, memory = check_start(run, start, sharding)
+            sampler = make_sampler(run, start, model, sharding)
+            data = tokenize_data(run, start, model, changed=changed, stack=stack)
+            config = build_loop_config(
+                run, start, model, sharding=sharding, kernel=kernel, data=data, sampler=sampler
+            )
+            check_before_steps(run, start, config, changed)
+            for line in run_summary_lines(run, start, config, kernel):
+                run.observer.note(line)
             step = start.steps_taken
             patience = find_patience(run, config, start)
-            end_reason = config.end_reason(step, patience)
-            missing_events = find_missing_events(run, config, start, ends_early=bool(end_reason))
-            is_finished = (end_reason or step == config.steps) and not missing_events
+            missing_events = find_missing_events(run, config, start, patience)
+            is_finished = config.has_ended(step, patience) and not missing_events
             if not is_finished:
                 check_resumable_step(run, start, config)
             if options.dry_run:
                 return make_result(run, config, step=step, resumed_at=step, memory=memory)
             if is_finished:
-                return finish_exports(run, config, step=step, end_reason=end_reason)
+                return finish_exports(run, config, step, patience)
             check_unread(run, start)
             display = displays.enter_context(
                 open_display(run, start.state_step(run.recipe), steps=config.steps, memory=memory)
@@ -160,27 +169,18 @@ def train(
             with open_checkpoints(run, start, config, exports) as checkpoints:
                 begin_writing(run, config, step=step, checkpoints=checkpoints, exports=exports)
                 with open_logs(run, step, has_sampler=config.sampler is not None) as logs:
-                    loop = Loop(
+                    loop = make_loop(
+                        run,
                         config,
                         state,
-                        store=checkpoints,
-                        logs=[*logs, display, WatchdogLog(run)],
-                        lowest_cost=find_lowest_cost(run, config, checkpoints),
+                        checkpoints=checkpoints,
+                        logs=[*logs, display],
                         patience=patience,
                         missing_events=missing_events,
-                        profiler=make_profiler(run),
-                        warn=run.observer.warn,
                     )
-                    loop.compile()
-                    # From here on, a signal is only remembered. The loop asks for it before each step and each batch
-                    # of an evaluation, so that the step in progress is completed and saved.
-                    with remember_signal(
-                        lambda _: run.observer.note("stopping after this step; again to quit"),
-                        lambda: quit_run(run),
-                    ) as stop_signal:
-                        loop.run(stop_signal)
+                    stop_signal = take_steps(run, loop)
                 last_step = find_last_step(loop)
-                end_exports(run, loop, exports, stop_signal=stop_signal())
+                end_exports(run, loop, exports, stop_signal=stop_signal)
             displays.close()
             return finish(run, loop, resumed_at=step)
 
@@ -289,7 +289,7 @@ def open_start(
         The checkpoint, and the sharding of the run.
     """
     from prepcli.models.rules import merge_rules
-    from trainer.training.setup import check_batch, partition_rules
+    from trainer.training.setup import partition_rules
 
     options = run.options
     recipe = run.recipe
@@ -317,18 +317,11 @@ def open_start(
         start = with_adapters(
             start, recipe.lora, run.storage, saved_steps=saved_steps, verify=options.verify
         )
-    if options.restart:
-        check_restart_source(start, run.storage, recipe)
-    # The rules of the checkpoint apply if the recipe has none. They are known only now.
-    sharding = _make_sharding(run, partition_rules(recipe, start.manifest))
-    check_batch(recipe, sharding)
     stack.enter_context(start.model_reader)
     if start.adapter_reader is not None:
         stack.enter_context(start.adapter_reader)
-    if not (options.dry_run or start.steps_taken):
-        # Before the data is tokenized, which may take hours
-        check_repository(run)
-    return start, sharding
+    # The rules of the checkpoint apply if the recipe has none. They are known only now.
+    return start, _make_sharding(run, partition_rules(recipe, start.manifest))
 
 
 def _make_sharding(run: Run, rules: Rules) -> ShardingContext:
@@ -349,8 +342,9 @@ def _make_sharding(run: Run, rules: Rules) -> ShardingContext:
         raise error.with_texts(hint=hint) from None
 
 
-def finish_exports(run: Run, config: LoopConfig, *, step: int, end_reason: str) -> TrainResult:
+def finish_exports(run: Run, config: LoopConfig, step: int, patience: Patience) -> TrainResult:
     """Make the missing exports and the missing push of a finished run, and return its result."""
+    end_reason = config.end_reason(step, patience)
     _note_early_end(run, config, step=step, end_reason=end_reason)
     with note_durable_work(lambda: describe_missing_exports(run, step)):
         make_missing_exports(run)
@@ -465,6 +459,45 @@ def make_profiler(run: Run) -> StepProfiler | None:
     return StepProfiler(
         profile["start"], profile["steps"], run.folder / PROFILE_FOLDER, run.observer.warn
     )
+
+
+def make_loop(
+    run: Run,
+    config: LoopConfig,
+    state: TrainState,
+    *,
+    checkpoints: CheckpointManager,
+    logs: Sequence[RunLog],
+    patience: Patience,
+    missing_events: MissingEvents,
+) -> Loop:
+    """Create the loop of a run that continues after a saved step, or begins."""
+    from trainer.training.loop import Loop
+
+    return Loop(
+        config,
+        state,
+        store=checkpoints,
+        logs=[*logs, WatchdogLog(run)],
+        lowest_cost=find_lowest_cost(run, config, checkpoints),
+        patience=patience,
+        missing_events=missing_events,
+        profiler=make_profiler(run),
+        warn=run.observer.warn,
+    )
+
+
+def take_steps(run: Run, loop: Loop) -> str:
+    """Compile and run the loop. Return the name of the signal that arrived meanwhile, or an empty text."""
+    loop.compile()
+    # From here on, a signal is only remembered. The loop asks for it before each step and each batch of an evaluation,
+    # so that the step in progress is completed and saved.
+    with remember_signal(
+        lambda _: run.observer.note("stopping after this step; again to quit"),
+        lambda: quit_run(run),
+    ) as stop_signal:
+        loop.run(stop_signal)
+    return stop_signal()
 
 
 def end_exports(run: Run, loop: Loop, exports: StepExports | None, *, stop_signal: str) -> None:

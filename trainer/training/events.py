@@ -129,6 +129,10 @@ class LoopConfig:
             return ""
         return patience.end_reason(self.recipe.eval.patience, self.best_metric)
 
+    def has_ended(self, step: int, patience: Patience) -> bool:
+        """Return whether a step is the last one of the run."""
+        return step >= self.steps or bool(self.end_reason(step, patience))
+
     @property
     def saves_best(self) -> bool:
         """Whether each step with the best evaluation so far is saved, with its value in the manifest."""

@@ -245,9 +245,7 @@ class Loop:
 
     def _has_ended(self) -> bool:
         """Return whether this is the last step of the run."""
-        return self.step >= self.config.steps or bool(
-            self.config.end_reason(self.step, self.patience)
-        )
+        return self.config.has_ended(self.step, self.patience)
 
     def _find_stop_reason(self) -> str:
         """Return why the run stops after this step, or an empty text."""

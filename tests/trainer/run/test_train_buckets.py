@@ -129,17 +129,17 @@ def test_start_that_another_has_overtaken_changes_nothing(
 ):
     """An object store has no lock: another start trains the run after this one has listed its steps."""
     assert train("--out", URL, "--stop-after", "2", "-q") == STOPPED
-    configure = train_command.configure
+    check_start = train_command.check_start
     objects: dict[str, bytes] = {}
 
-    def prepare_after_another(*arguments: Any, **options: Any) -> Any:
-        monkeypatch.setattr(train_command, "configure", configure)
+    def check_after_another(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(train_command, "check_start", check_start)
         assert train("--out", URL, "-q") == OK
         objects.update(store.objects)
         capsys.readouterr()
-        return configure(*arguments, **options)
+        return check_start(*arguments, **options)
 
-    monkeypatch.setattr(train_command, "configure", prepare_after_another)
+    monkeypatch.setattr(train_command, "check_start", check_after_another)
     assert train("--out", URL, "--json") == STOPPED
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["what"] == f"{URL} is at step 4, and this process has read step 2"

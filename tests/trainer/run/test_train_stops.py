@@ -541,15 +541,15 @@ from pathlib import Path
 
 from trainer.run import train
 
-configure = train.configure
+check_start = train.check_start
 
-def configure_later(*arguments, **options):
+def check_start_later(*arguments, **options):
     Path("waiting").touch()
     while not Path("continue").exists():
         time.sleep(0.01)
-    return configure(*arguments, **options)
+    return check_start(*arguments, **options)
 
-train.configure = configure_later
+train.check_start = check_start_later
 {PREP}
 """
 
