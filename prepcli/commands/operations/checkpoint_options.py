@@ -116,11 +116,8 @@ def make_match_options(options: Mapping[str, Any]) -> MatchOptions:
 
 
 def recorded_values(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of options as in a manifest, e.g. `rules="a=mp"` -> `("a=mp",)`."""
+    """Return the values of options as in a manifest, e.g. the file of `--config` without double slashes."""
     values = dict(options)
-    for name in ("drop", "rules", "copy"):
-        if name in values:
-            values[name] = as_tuple(values[name])
     for name in ("config", "map"):
         if values.get(name) is not None:
             values[name] = Path(values[name])

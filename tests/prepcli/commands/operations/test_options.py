@@ -295,6 +295,13 @@ def test_recorded_options_keep_their_order(options: type, line: str):
     assert format_command_line("x", "m", options, values) == f"prep x m {line}"
 
 
+def test_one_text_is_recorded_like_a_list():
+    lines: set[str] = set()
+    for rules in ("a=mp", ["a=mp"], ("a=mp",)):
+        lines.add(format_command_line("x", "m", SaveInitOptions, {"rules": rules, "drop": []}))
+    assert lines == {"prep x m --rule a=mp"}
+
+
 @pytest.mark.parametrize("options", OPTIONS_BY_COMMAND.values(), ids=OPTIONS_BY_COMMAND)
 def test_defaults_are_not_recorded(options: type):
     assert format_command_line("x", "m", options, with_defaults(options, {})) == "prep x m"
