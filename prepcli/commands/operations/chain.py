@@ -18,8 +18,11 @@ from prepcli.commands.operations.checkpoint_options import (
     common_options,
     open_checkpoint,
 )
-from prepcli.commands.operations.compared_settings import CONFIG as CONFIG_KIND
-from prepcli.commands.operations.compared_settings import setting_differences
+from prepcli.commands.operations.compared_settings import (
+    CONFIG_KIND,
+    file_digests,
+    setting_differences,
+)
 from prepcli.commands.operations.inspection_options import ChainOptions
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.results import Chain, ChainLink, LinkStatus
@@ -36,12 +39,10 @@ from prepcli.core.errors import (
 from prepcli.core.formatting import count_text, join_names
 from prepcli.core.observer import Observer, Progress, observer_of
 from prepcli.core.option_spec import PathLike, recorded_words
-from prepcli.engine.digest import algorithm_of, record_digest_of_pieces, tensor_digest_of_zeros
+from prepcli.engine.digest import algorithm_of, tensor_digest_of_zeros
 from prepcli.formats.added_tokens import RECORD_FILE
 from prepcli.formats.lock_file import Lock, read_lock
-from prepcli.formats.manifest import NO_MANIFEST, is_settings_file, record_file
-from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
-from prepcli.formats.torch_dcp import METADATA_FILE
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import QUANTIZATION, split_name
@@ -67,15 +68,8 @@ from prepcli.sources.recorded_sources import (
     find_source,
     recorded_sources,
 )
-from prepcli.sources.references import CONFIG, HubRepo, parse_reference
-from prepcli.sources.side_files import TRAINER_STATE_FILE
-from prepcli.sources.source import (
-    HF_FOLDER,
-    SCHEDULER_FILE,
-    Source,
-    SourceTensor,
-    use_averaged_params,
-)
+from prepcli.sources.references import HubRepo, parse_reference
+from prepcli.sources.source import Source, SourceTensor, use_averaged_params
 from prepcli.stores.addresses import is_url
 from prepcli.stores.paths import AnyPath
 
@@ -84,17 +78,6 @@ MAPPED = "read through a map"
 CAST = "cast from"
 FROM_START = "read from the start model"
 NEW_ROWS = "new rows"
-# Files with other content in each output. The config is compared by its keys. The files of a training state are not
-# part of a model.
-MADE_FILES = (
-    CONFIG,
-    INDEX_FILE,
-    ADAPTER_CONFIG,
-    METADATA_FILE,
-    TRAINER_STATE_FILE,
-    SCHEDULER_FILE,
-)
-
 # What happened -> the names of the parts, e.g. `left out` -> names of tensors.
 Parts = dict[str, list[str]]
 
@@ -562,29 +545,6 @@ def _num_common_rows(original: SourceTensor, dropped_rows: object) -> int:
     if isinstance(dropped_rows, list) and dropped_rows and isinstance(dropped_rows[0], int):
         return min(num_rows(original), dropped_rows[0])
     return num_rows(original)
-
-
-def file_digests(source: Source, copied: Collection[str] = ()) -> dict[str, str]:
-    """Return the XXH3-128 of the small files of a checkpoint, by name. `--copy` copies further ones."""
-    digests = recorded_file_digests(source.manifest or NO_MANIFEST)
-    if not digests:
-        for file in (*source.side_files, *source.left_files):
-            if file in source.side_files or file.name in copied:
-                digests[file.name] = record_file(file.path).get("xxh3", "")
-        # A GGUF file has its tokenizer in the metadata.
-        for made_file in source.made_files.files:
-            digests[Path(made_file.path).name] = record_digest_of_pieces([made_file.read_content()])
-    return {name: digest for name, digest in digests.items() if name not in MADE_FILES}
-
-
-def recorded_file_digests(manifest: Manifest) -> dict[str, str]:
-    """Return the recorded XXH3-128 of all settings files of an output, by name."""
-    digests: dict[str, str] = {}
-    for path, record in manifest.files.items():
-        if "xxh3" in record and is_settings_file(path):
-            name = f"/{path}".rpartition(f"/{HF_FOLDER}/")[2].removeprefix("/")
-            digests[name] = record["xxh3"]
-    return digests
 
 
 def _recorded_edits(output: Source, source: Source) -> dict[str, tuple[str, str]]:

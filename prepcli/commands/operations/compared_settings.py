@@ -1,4 +1,4 @@
-"""Compare the configs and the tokenizers of two checkpoints by their meaning."""
+"""Compare the configs and tokenizers of two checkpoints by their meaning, and the other small files by digests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 from prepcli.commands.operations.verification_results import SettingDifference
 from prepcli.core.errors import PrepError
 from prepcli.core.json_values import HFConfig, JsonObject, JsonValue, load_json
-from prepcli.formats.manifest import NO_MANIFEST, record_file
+from prepcli.engine.digest import record_digest_of_pieces
+from prepcli.formats.manifest import NO_MANIFEST, is_settings_file, record_file
+from prepcli.formats.safetensors import ADAPTER_CONFIG, INDEX_FILE
 from prepcli.formats.tokenizer_files import (
     MAX_TOKENIZER_NBYTES,
     SENTENCEPIECE_SUFFIX,
@@ -17,20 +19,24 @@ from prepcli.formats.tokenizer_files import (
     TOKENIZER_FILE,
     VOCABULARY_FILES,
 )
+from prepcli.formats.torch_dcp import METADATA_FILE
 from prepcli.models.architecture import canonical_activation
 from prepcli.models.parameters import Family
 from prepcli.models.text_part import SHARED_FIELDS, TIED_FIELD, text_section
 from prepcli.models.truncation import EARLIER_RULES, PREDICTION_FIELDS
 from prepcli.models.verbatim import verbatim_family
+from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.generation_config import GENERATION_CONFIG_FILE
 from prepcli.sources.model_family import TEXT_ONLY_RULE
 from prepcli.sources.openers.tensor_files import ADAPTER_FAMILY
-from prepcli.sources.source import Source
+from prepcli.sources.references import CONFIG
+from prepcli.sources.side_files import TRAINER_STATE_FILE
+from prepcli.sources.source import HF_FOLDER, SCHEDULER_FILE, Source
 from prepcli.sources.tensor_match import DROP_RULE
 from prepcli.stores.files import read_small_file
 from prepcli.stores.paths import fetch_copies
 
-CONFIG = "config"
+CONFIG_KIND = "config"
 TOKENIZER = "tokenizer"
 GENERATION = "generation_config"
 # Keys that prep changes and records, or that say nothing about the model. Rows, dtypes and heads are compared as
@@ -53,6 +59,17 @@ TOKEN_SUFFIX = "_token"
 # Parts of a tokenizer.json that change no id of a text, or that are compared on their own.
 UNCOMPARED_PARTS = frozenset({"version", "truncation", "padding", "added_tokens", "model"})
 LISTED_PARTS = ("vocab", "merges")
+# Files with other content in each output. The config is compared by its keys. The files of a training state are not
+# part of a model.
+MADE_FILES = (
+    CONFIG,
+    INDEX_FILE,
+    ADAPTER_CONFIG,
+    METADATA_FILE,
+    TRAINER_STATE_FILE,
+    SCHEDULER_FILE,
+)
+
 # A value that no field of a config has.
 _PROBE = "\0"
 
@@ -90,11 +107,11 @@ def _config_differences(source: Source, other: Source) -> Iterator[SettingDiffer
     has_multimodal = any(one.is_multimodal for one in pair)
     family = verbatim_family({}) if has_verbatim and has_multimodal else source.family
     is_same = _same_model(family, config, other_config)
-    yield from _differing_keys(CONFIG, config, other_config, ignored, is_same)
+    yield from _differing_keys(CONFIG_KIND, config, other_config, ignored, is_same)
     if source.wrapper is None or other.wrapper is None or not source.is_multimodal:
         return
     parts = [_without_text_part(one.wrapper.config) for one in (source, other) if one.wrapper]
-    yield from _differing_keys(CONFIG, parts[0], parts[1], IGNORED_KEYS)
+    yield from _differing_keys(CONFIG_KIND, parts[0], parts[1], IGNORED_KEYS)
 
 
 def compared_config(source: Source, other: Source) -> HFConfig:
@@ -359,3 +376,29 @@ def _first_difference(
     yield SettingDifference(
         kind=TOKENIZER, key=f"{title} {first}{rest}", a=entries.get(first), b=others.get(first)
     )
+
+
+# --- Digests of all small files
+
+
+def file_digests(source: Source, copied: Collection[str] = ()) -> dict[str, str]:
+    """Return the XXH3-128 of the small files of a checkpoint, by name. `--copy` copies further ones."""
+    digests = recorded_file_digests(source.manifest or NO_MANIFEST)
+    if not digests:
+        for file in (*source.side_files, *source.left_files):
+            if file in source.side_files or file.name in copied:
+                digests[file.name] = record_file(file.path).get("xxh3", "")
+        # A GGUF file has its tokenizer in the metadata.
+        for made_file in source.made_files.files:
+            digests[Path(made_file.path).name] = record_digest_of_pieces([made_file.read_content()])
+    return {name: digest for name, digest in digests.items() if name not in MADE_FILES}
+
+
+def recorded_file_digests(manifest: Manifest) -> dict[str, str]:
+    """Return the recorded XXH3-128 of all settings files of an output, by name."""
+    digests: dict[str, str] = {}
+    for path, record in manifest.files.items():
+        if "xxh3" in record and is_settings_file(path):
+            name = f"/{path}".rpartition(f"/{HF_FOLDER}/")[2].removeprefix("/")
+            digests[name] = record["xxh3"]
+    return digests

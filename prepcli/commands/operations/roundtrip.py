@@ -17,13 +17,17 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from prepcli.commands.operations.chain import MADE_FILES, file_digests, recorded_file_digests
 from prepcli.commands.operations.checkpoint_options import (
     check_output_location,
     check_result_path,
     common_options,
     open_checkpoint,
     write_result,
+)
+from prepcli.commands.operations.compared_settings import (
+    MADE_FILES,
+    file_digests,
+    recorded_file_digests,
 )
 from prepcli.commands.operations.export import export
 from prepcli.commands.operations.inspection_options import RoundtripOptions
