@@ -89,7 +89,7 @@ def open_source(
         )
         source = read_source(located, hints)
         if copied_files:
-            check_patterns(copied_files, source.side_files, located.display_name)
+            check_patterns("copy", copied_files, source.side_files, located.display_name)
         _note_reading(source, located, drop)
         if layout is not None:
             _check_layout_is_used(source, located, layout, is_requested=hints.verbatim is True)

@@ -268,11 +268,13 @@ def unread_weights(names: Iterable[str], read_names: Collection[str]) -> list[st
     return unread
 
 
-def check_patterns(patterns: Sequence[str], copied: Sequence[SideFile], display_name: str) -> None:
-    """Raise UsageError for a pattern without a match among the copied side files."""
+def check_patterns(
+    option: str, patterns: Sequence[str], copied: Sequence[SideFile], display_name: str
+) -> None:
+    """Raise UsageError for a pattern of an option without a match among the copied side files."""
     for pattern in patterns:
         if not any(matches_any(file.name, [pattern]) for file in copied):
-            what = text("{} matches no file of {}", Option("copy", pattern), display_name)
+            what = text("{} matches no file of {}", Option(option, pattern), display_name)
             why = "it takes names of side files, not of weights"
             raise usage_error(what, why, "use a pattern such as `*.py` or `FOLDER/*`")
 

@@ -468,7 +468,8 @@ class _Link:
         manifest = self.output.manifest
         # A recipe and an adapter may bring a tokenizer and settings.
         brings_settings = manifest.command in (TRAIN, MERGE)
-        has_option = not {"--config", "--layers"}.isdisjoint(_requested_options(manifest))
+        requested = _requested_options(manifest)
+        has_option = not {"--config", "--layers"}.isdisjoint(requested)
         differences = [d for d in setting_differences(output, source) if d["kind"] == CONFIG_KIND]
         for difference in differences:
             what = f"config.json differs from the one of {source.display_name}"
@@ -493,6 +494,8 @@ class _Link:
                 self.differences[f"other content than in {source.display_name}"].append(name)
             elif has_adapter or (name in PROCESSOR_FILES and not output.is_multimodal):
                 # An adapter has only its own files, and a text model has no processor.
+                self.changed["left out"].append(name)
+            elif "--exclude" in requested:
                 self.changed["left out"].append(name)
             else:
                 self.differences[f"missing files of {source.display_name}"].append(name)

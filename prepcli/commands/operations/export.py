@@ -21,6 +21,7 @@ from prepcli.commands.operations.checkpoint_options import (
     common_options,
 )
 from prepcli.commands.operations.conversion import (
+    MAX_LEFT_FILES,
     OUT_PLACEHOLDER,
     OpenedConversion,
     open_conversion,
@@ -35,6 +36,7 @@ from prepcli.commands.operations.export_request import (
     select_parts,
     shard_nbytes,
     take_quantized_bytes,
+    without_files,
     written_storage,
 )
 from prepcli.commands.operations.operation import public
@@ -48,10 +50,10 @@ from prepcli.commands.operations.training_state import (
     state_folder_name,
 )
 from prepcli.core.errors import Command, Option, PrepError, text, usage_error
-from prepcli.core.formatting import count_text, format_bytes
+from prepcli.core.formatting import count_text, format_bytes, join_names
 from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import Observer, Progress, observer_of
-from prepcli.core.option_spec import PathLike, with_defaults
+from prepcli.core.option_spec import PathLike, as_tuple, with_defaults
 from prepcli.engine.digest import record_digest
 from prepcli.execution.hub_push import PushTarget, check_push, parse_push_target, push_folder
 from prepcli.execution.workers import ProcessOptions
@@ -181,6 +183,7 @@ def _write_export(opened: OpenedConversion, options: ExportOptions) -> Conversio
     if source.tree_manifest.is_adapter:
         return _write_adapter(opened, options)
     access = checkpoint_access(opened.common, opened.observer)
+    source, excluded = without_files(source, as_tuple(options["exclude"]))
     # A plan reads only headers.
     is_checked = not opened.common.dry_run
     source = select_parts(options, source, access, check_digest=is_checked)
@@ -210,6 +213,8 @@ def _write_export(opened: OpenedConversion, options: ExportOptions) -> Conversio
         )
     if draft.state is not None:
         notes += exported_state_notes(options, draft)
+    if excluded:
+        notes.append(f"excluded: {join_names(excluded, max_names=MAX_LEFT_FILES)}")
     return opened.convert(
         draft,
         placed,
@@ -365,7 +370,7 @@ def _write_adapter(opened: OpenedConversion, options: ExportOptions) -> Conversi
         why = f"{source.display_name} has only adapters, which are written in the format of PEFT"
         hint = text("{} writes a complete model", Command("merge", "ADAPTER", "BASE"))
         raise usage_error(what, why, hint)
-    for name in ("text_only", "towers", "quantized_source"):
+    for name in ("text_only", "towers", "quantized_source", "exclude"):
         value = options[name]
         if value:
             raise no_effect_error(Option(name, value), source, "it has only adapters")

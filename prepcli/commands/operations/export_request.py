@@ -9,6 +9,7 @@ exported as the quantised bytes of their original model, or as their values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ from prepcli.sources.model_family import (
 from prepcli.sources.opening import open_source
 from prepcli.sources.recorded_sources import find_quantized_source
 from prepcli.sources.references import HubRepo, parse_reference
+from prepcli.sources.side_files import check_patterns, matches_any
 from prepcli.sources.source import Source
 from prepcli.sources.vocabulary_tensors import prediction_vocabulary
 
@@ -234,7 +236,19 @@ def _check_layout_of_model(layout: str, source: Source) -> None:
         )
 
 
-# --- Towers, and quantised bytes
+# --- Side files, towers, and quantised bytes
+
+
+def without_files(source: Source, patterns: Sequence[str]) -> tuple[Source, list[str]]:
+    """Return a source without the side files that match a pattern, and their names.
+
+    Raises:
+        UsageError: A pattern matches no side file.
+    """
+    check_patterns("exclude", patterns, source.side_files, source.display_name)
+    kept = tuple(file for file in source.side_files if not matches_any(file.name, patterns))
+    excluded = [file.name for file in source.side_files if file not in kept]
+    return replace(source, side_files=kept), excluded
 
 
 def select_parts(

@@ -492,6 +492,16 @@ class ExportOptions(
     ema: Annotated[
         bool, flag("Take the moving average of a run's parameters.", position=26, record=45)
     ]
+    exclude: Annotated[
+        str | Sequence[str],
+        option(
+            "GLOB",
+            "Leave out side files, for example README.md or 'images/*'. Repeatable.",
+            default=(),
+            position=24,
+            record=67,
+        ),
+    ]
     push: Annotated[str | None, option("OWNER/NAME", "Upload the export to the hub.", position=21)]
     private: Annotated[bool, flag("Make a new repository of --push private.", position=21)]
 

@@ -210,7 +210,7 @@ def test_adapter_merges_into_multimodal_model(trained: Path, capsys: pytest.Capt
         changed = {name for name in before if merged[name] != before[name]}
         assert changed == {name for name in before if "language_model" in name and "q_proj" in name}
 
-    for words in (["--text-only"], ["--towers", "m"]):
+    for words in (["--text-only"], ["--towers", "m"], ["--exclude", "README.md"]):
         capsys.readouterr()
         lines = error_lines(capsys, "export", "runs/lora", *words)
         assert lines[0] == f"error: `{' '.join(words)}` has no effect for runs/lora"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.sources import side_files
 from prepcli.sources.side_files import ListedFile, select_side_files
@@ -132,6 +133,44 @@ def test_copy_selects_files_of_a_subfolder(capsys: Capture) -> None:
     assert not Path("init/hf/modeling.py").exists()
     error = run_failing(capsys, 2, "save-init", "./m", "--copy", "absent/*", "--out", "x")
     assert "matches no file" in error
+
+
+def test_export_excludes_files_by_pattern(capsys: Capture) -> None:
+    make_model()
+    write_files(Path("m"), {"README.md": b"card of the base", "LICENSE": b"text"})
+    run_ok("save-init", "./m", "--out", "init")
+    words = ("--exclude", "README.md", "--exclude", "*/*.json", "--out", "back")
+    assert main(["export", "init", *words]) == 0
+    excluded = ["README.md", "1_Pooling/config.json", "processor/image/preprocessor_config.json"]
+    assert f"excluded: {', '.join(excluded)}\n" in capsys.readouterr().err
+    assert nested_files(Path("back")) == {
+        name: content for name, content in EXPECTED.items() if name not in excluded
+    }
+    assert Path("back/LICENSE").is_file()
+    assert not Path("back/README.md").exists()
+    manifest = json.loads(Path("back/prep-manifest.json").read_text())
+    assert manifest["request"] == "prep export init --exclude README.md --exclude */*.json"
+    run_ok("verify", "back", "./m")
+    capsys.readouterr()
+    run_ok("verify", "back", "--chain")
+    assert "left out: " in capsys.readouterr().out
+
+
+def test_exclude_is_one_pattern_in_python() -> None:
+    make_model()
+    prep.save_init("m", "init")
+    result = prep.export("init", "back", exclude="*/*")
+    assert nested_files(Path("back")) == {}
+    assert prep.export("init", "back", exclude=["*/*"]).already_done
+    assert result.plan.request == "prep export init --exclude */*"
+
+
+def test_exclude_refuses_a_pattern_without_a_file(capsys: Capture) -> None:
+    make_model()
+    run_ok("save-init", "./m", "--out", "init")
+    error = run_failing(capsys, 2, "export", "init", "--exclude", "*.safetensors", "--out", "x")
+    assert "`--exclude '*.safetensors'` matches no file of init" in error
+    assert not Path("x").exists()
 
 
 def test_links_that_leave_the_folder_are_not_copied(capsys: Capture) -> None:
