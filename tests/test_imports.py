@@ -64,20 +64,9 @@ PURE_MODULES = {
     "prepcli.sources.maps",
     "prepcli.sources.state_rows",
     "prepcli.sources.tensor_match",
-    *(
-        f"prepcli.launch.{name}"
-        for name in (
-            "job",
-            "engines",
-            "ray",
-            "sky",
-            "slurm",
-            "tpu",
-            "gke",
-            "hardware",
-        )
-    ),
 }
+# The modules of `prepcli.launch` that start processes.
+STARTS_PROCESSES = {"prepcli.launch.local", "prepcli.launch.ray_worker"}
 # Modules that start jax, or list its devices.
 COMPUTES = {
     *(
@@ -125,6 +114,7 @@ def modules_in(package: str) -> list[str]:
     return [module for module in MODULES if module == package or module.startswith(f"{package}.")]
 
 
+PURE_MODULES |= {*modules_in("prepcli.launch")} - STARTS_PROCESSES
 PURE = sorted(
     {*PURE_MODULES, *(module for package in PURE_PACKAGES for module in modules_in(package))}
 )

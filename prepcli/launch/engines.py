@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from prepcli.core.errors import Option
+from prepcli.launch.batch import batch_hardware
 from prepcli.launch.gke import GkeOptions, gke_hardware, gke_manifest
 from prepcli.launch.hardware import Hardware, Training
 from prepcli.launch.job import LaunchedCommand, LaunchJob
 from prepcli.launch.ray import RayOptions, ray_driver, ray_hardware
 from prepcli.launch.sky import SkyOptions, sky_hardware, sky_task
-from prepcli.launch.slurm import SlurmOptions, slurm_hardware, slurm_script
+from prepcli.launch.slurm import SlurmOptions, slurm_script
 from prepcli.launch.tpu import TpuOptions, tpu_hardware, tpu_script
 
 
@@ -63,7 +64,7 @@ ENGINES = {
           prep launch slurm --array 8 -- save-init llama-13b --mesh 1,64,4
         """,
         script=slurm_script,
-        hardware=slurm_hardware,
+        hardware=batch_hardware,
         # `--parsable` prints the job id without a sentence around it.
         submit=("sbatch", "--parsable"),
         has_labels=False,

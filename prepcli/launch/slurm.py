@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections.abc import Sequence
 from typing import Annotated
 
 from prepcli.core.errors import Option, text, usage_error
-from prepcli.core.option_spec import PositiveInt, option
-from prepcli.launch.hardware import Hardware, Training, plain_hardware
-from prepcli.launch.job import (
-    RESTARTABLE,
-    GraceOptions,
-    LaunchedCommand,
-    LaunchJob,
-    NodeOptions,
-    RestartOptions,
-    ScriptOptions,
-    check_texts,
-    comment,
-    fill_template,
+from prepcli.core.option_spec import option
+from prepcli.launch.batch import (
+    BatchOptions,
+    batch_command,
+    batch_title,
+    check_array,
+    check_grace,
+    module_lines,
 )
+from prepcli.launch.job import RESTARTABLE, LaunchJob, check_texts, fill_template
 
 # Minimum time for the remaining tasks to end after the first one.
 MIN_WAIT_S = 300
@@ -55,20 +50,10 @@ exit "$code"
 """
 
 
-class SlurmOptions(NodeOptions, GraceOptions, ScriptOptions, RestartOptions):
+class SlurmOptions(BatchOptions):
     """Options of a SLURM job. None means the default of the cluster."""
 
-    array: Annotated[
-        PositiveInt | None, option("N", "Run N array tasks, with a share each.", position=3)
-    ]
-    time: Annotated[
-        str | None, option("LIMIT", "Set the time limit, such as 24:00:00.", position=5)
-    ]
     partition: Annotated[str | None, option("NAME", "Use this partition.", position=5)]
-    account: Annotated[str | None, option("NAME", "Charge this account.", position=5)]
-    module: Annotated[
-        Sequence[str], option("NAME", "Load a module. Repeatable.", default=(), position=5)
-    ]
     sbatch: Annotated[
         Sequence[str],
         option("OPTION", "Add an sbatch option. Repeatable.", default=(), position=5),
@@ -83,28 +68,22 @@ def slurm_script(job: LaunchJob, options: SlurmOptions) -> str:
     the script requeues the job.
     """
     _check_options(job, options)
-    name, *words = job.command.words
-    command = shlex.join(["prep", name, *words])
-    processes = "with one process per node"
     job_id = '"$SLURM_JOB_ID"'
     if options["array"] is not None:
-        share = f'--processes {options["array"]}/"$SLURM_ARRAY_TASK_ID"'
-        command = f"prep {name} {share} {shlex.join(words)}"
-        processes = "with one array task per share"
         # One task of an array has the number of the whole array as its SLURM_JOB_ID, and with it all tasks would be
         # requeued.
         job_id = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+    command = batch_command(job, options, "SLURM_ARRAY_TASK_ID")
     # `srun` ignores the `--cpus-per-task` of the job since SLURM 22.05.
     cpus = f" --cpus-per-task={options['cpus']}" if options["cpus"] else ""
     # The end of the first task must not kill the remaining ones while they save. With the default heartbeat of 60 s:
     # max(300, 60 + 240) = 300 s.
     wait_s = max(MIN_WAIT_S, math.ceil(job.heartbeat_timeout_s + HEARTBEAT_MARGIN_S))
-    modules = [shlex.join(["module", "load", module]) for module in options["module"]]
     return fill_template(
         _SCRIPT,
-        title=comment(f"Runs `{job.command.title}` {processes}. Submit with `sbatch`."),
+        title=batch_title(job, options, "sbatch"),
         directives=[f"#SBATCH {directive}" for directive in _sbatch_directives(job, options)],
-        environment=[*modules, *job.environment_lines],
+        environment=[*module_lines(options), *job.environment_lines],
         srun=f"srun --label --kill-on-bad-exit=0 --wait={wait_s}{cpus} {command}",
         restartable=RESTARTABLE,
         max_restarts=job.max_restarts,
@@ -150,38 +129,19 @@ def _quote_value(value: str) -> str:
 
 
 def _check_options(job: LaunchJob, options: SlurmOptions) -> None:
-    tasks = options["array"]
-    if tasks is not None:
-        array = Option("array", tasks)
-        if not job.command.has_shares:
-            name = f"`prep {job.command.name}`"
-            why = f"{name} has no shares: its processes work together, or there is one"
-            what = text("{} is for conversions only", array)
-            raise usage_error(what, why, text("{} instead", Option("nodes", tasks)))
-        nodes = Option("nodes", options["nodes"])
-        if options["nodes"] > 1:
-            hint = text("remove {}, or {}", nodes, array)
-            what = text("{} excludes {}", array, nodes)
-            raise usage_error(what, "each task of an array has one process", hint)
+    check_array(job, options)
     names = ("mem", "time", "partition", "account", "log", "module", "sbatch")
     check_texts(**{name: options[name] for name in names})
-    if options["time"] is not None:
-        _check_time(options["time"], options["grace"])
-
-
-def _check_time(limit: str, grace_s: int) -> None:
-    """Raise UsageError for an invalid time limit, or if the command would stop at the start of each restart."""
+    limit = options["time"]
+    if limit is None:
+        return
     limit_s = time_limit_s(limit)
     if limit_s is None and limit.upper() not in _NO_LIMIT:
         what = text("{} is invalid", Option("time", limit))
         why = "sbatch takes minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS"
         raise usage_error(what, why, text("{}", Option("time", "24:00:00")))
     # SLURM has no limit with 0.
-    if limit_s and grace_s >= limit_s:
-        why = "the command would stop at its start, after each restart"
-        hint = text("{}, or a longer {}", Option("grace", max(limit_s // 2, 1)), Option("time"))
-        what = text("{} excludes {}", Option("time", limit), Option("grace", grace_s))
-        raise usage_error(what, why, hint)
+    check_grace(options, limit_s)
 
 
 def time_limit_s(limit: str) -> int | None:
@@ -201,10 +161,3 @@ def time_limit_s(limit: str) -> int | None:
         total_s += int(number) * unit_s
         unit_s //= 60
     return total_s
-
-
-def slurm_hardware(
-    options: SlurmOptions, command: LaunchedCommand, training: Training | None
-) -> Hardware:
-    """Return the nodes and devices of a job."""
-    return plain_hardware(options["nodes"], options["devices_per_node"])
