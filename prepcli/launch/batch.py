@@ -1,4 +1,4 @@
-"""Options of the jobs of batch systems such as SLURM, and what their scripts have in common. The functions do no I/O."""
+"""Options of jobs of batch systems such as SLURM, and what their scripts have in common. The functions do no I/O."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from prepcli.launch.batch import batch_hardware
 from prepcli.launch.gke import GkeOptions, gke_hardware, gke_manifest
 from prepcli.launch.hardware import Hardware, Training
 from prepcli.launch.job import LaunchedCommand, LaunchJob
+from prepcli.launch.pbs import PbsOptions, pbs_script
 from prepcli.launch.ray import RayOptions, ray_driver, ray_hardware
 from prepcli.launch.sky import SkyOptions, sky_hardware, sky_task
 from prepcli.launch.slurm import SlurmOptions, slurm_script
@@ -67,6 +68,23 @@ ENGINES = {
         hardware=batch_hardware,
         # `--parsable` prints the job id without a sentence around it.
         submit=("sbatch", "--parsable"),
+        has_labels=False,
+    ),
+    "pbs": Engine(
+        options=PbsOptions,
+        help="""Write a batch script of PBS Professional, or submit it.
+
+        The job saves and stops before its time limit. Then it submits itself again, and resumes.
+        With --array, each task of a job array writes its share of a conversion.
+
+        Examples:
+          prep launch pbs llama-13b --nodes 2 --devices-per-node 8 --cpus 64 --time 24:00:00
+          prep launch pbs run.toml --queue gpu --setup 'source env/bin/activate' --submit
+          prep launch pbs --array 8 --cpus 4 -- save-init llama-13b --mesh 1,64,4
+        """,
+        script=pbs_script,
+        hardware=batch_hardware,
+        submit=("qsub",),
         has_labels=False,
     ),
     "tpu": Engine(

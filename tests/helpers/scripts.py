@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +18,18 @@ RECORDER = f"""#!{sys.executable} -IS
 import json, os, sys
 from pathlib import Path
 folder, name = Path(os.environ["RECORDS"]), Path(sys.argv[0]).name
-with (folder / "calls.jsonl").open("a") as file:
-    print(json.dumps([name, sys.argv[1:], dict(os.environ)]), file=file)
-codes = folder / f"{{name}}.codes"
+# One write each: the processes of a job run at once.
+with (folder / "calls.jsonl").open("ab", buffering=0) as file:
+    file.write(json.dumps([name, sys.argv[1:], dict(os.environ)]).encode() + b"\\n")
+codes = folder / f"{{name}}{{os.environ.get('JAX_PROCESS_ID', '')}}.codes"
 code, _, rest = codes.read_text().partition("\\n") if codes.exists() else ("0", "", "")
 codes.write_text(rest)
 if name == "srun" and "prep" in sys.argv:  # runs the command as one task
     os.execvp("prep", sys.argv[sys.argv.index("prep"):])
+if name == "pbsdsh":  # runs the command as the task of a node
+    os.execvp("env", sys.argv[sys.argv.index("--") + 1:])
+if name == "qsub":
+    (folder / "qsub.stdin").write_bytes(sys.stdin.buffer.read())
 if name == "gcloud" and "ssh" in sys.argv:  # reads its stdin as ssh does, and runs the command as one host
     sys.stdin.read()
     command = next(word for word in sys.argv if word.startswith("--command="))
@@ -35,7 +41,7 @@ if name == "gcloud" and "describe" in sys.argv:  # prints the next state of the 
     print(state)
 sys.exit(int(code or 0))
 """
-PROGRAMS = ("prep", "srun", "scontrol", "gcloud", "module", "sleep")
+PROGRAMS = ("prep", "srun", "scontrol", "gcloud", "pbsdsh", "qsub", "module", "sleep")
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 words = texts.filter(bool)
@@ -74,6 +80,8 @@ def install_recorders(folder: Path) -> None:
     for name in PROGRAMS:
         (folder / name).write_text(RECORDER)
         (folder / name).chmod(0o755)
+    # Login shells set PATH.
+    (folder / ".bash_profile").write_text(f"PATH={shlex.quote(str(folder))}:$PATH\n")
 
 
 def run_script(
@@ -82,6 +90,7 @@ def run_script(
     *,
     codes: dict[str, list[int]] | None = None,
     states: tuple[str, ...] = ("ACTIVE",),
+    is_file: bool = False,
     **env: str,
 ) -> Calls:
     """Run a script with the recorders of a folder as its programs.
@@ -89,14 +98,17 @@ def run_script(
     Args:
         script: The script, which `bash -n` must accept.
         folder: The folder with the recorders.
-        codes: Exit codes of the calls of each program; 0 after the last.
+        codes: Exit codes of the calls of each program; 0 after the last. `prep1` is process 1 of a job.
         states: States of a TPU that `gcloud` reports; the last one again and again.
+        is_file: Whether the script is read from a file, and not from stdin.
         **env: Environment variables.
     """
     (folder / "calls.jsonl").write_text("")
     (folder / "states").write_text("\n".join(states))
-    for name in PROGRAMS:
-        (folder / f"{name}.codes").write_text("\n".join(map(str, (codes or {}).get(name, []))))
+    for earlier in folder.glob("*.codes"):
+        earlier.unlink()
+    for name, numbers in (codes or {}).items():
+        (folder / f"{name}.codes").write_text("\n".join(map(str, numbers)))
     assert subprocess.run(["bash", "-n"], input=script, encoding="utf-8").returncode == 0
     environ = {
         "PATH": f"{folder}:{os.environ['PATH']}",
@@ -104,7 +116,9 @@ def run_script(
         "HOME": str(folder),
         **env,
     }
+    (folder / "script").write_text(script, "utf-8")
+    words = ["bash", "script" if is_file else "-s"]
     done = subprocess.run(
-        ["bash", "-s"], input=script, encoding="utf-8", env=environ, cwd=folder, timeout=MAX_S
+        words, input=script, encoding="utf-8", env=environ, cwd=folder, timeout=MAX_S
     )
     return Calls.read(folder, done.returncode)

@@ -25,6 +25,7 @@ from tests.helpers.training_folder import RECIPE, make_training_folder
 
 TARGETS = [
     ["slurm"],
+    ["pbs"],
     ["tpu", "--accelerator", "v5p-16", "--zone", "us-east5-a"],
     ["gke", "--image", "image", "--devices-per-node", "8", "--claim", "runs"],
 ]
@@ -38,7 +39,7 @@ def _recipe_here():
 def install_submitters(monkeypatch: MonkeyPatch, *, code: int) -> None:
     """Put programs into PATH. They copy their stdin to stdin.txt, print `17` and exit with `code`."""
     Path("bin").mkdir()
-    for name in ("sbatch", "bash", "kubectl"):
+    for name in ("sbatch", "qsub", "bash", "kubectl"):
         (Path("bin") / name).write_text(f"#!/bin/sh\ncat > stdin.txt\necho 17\nexit {code}\n")
         (Path("bin") / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{Path('bin').resolve()}:/usr/bin:/bin")
@@ -196,9 +197,11 @@ IMPOSSIBLE = [  # words of `prep launch` for a mesh of 8 devices; error, hint
         "n_processes=4",
     ),
     ("slurm -- --out ftp://bucket/run", "ftp://bucket/run", ""),
+    ("pbs --nodes 2 --devices-per-node 8", "needs 8 devices, there are 16", ""),
 ]
 POSSIBLE = [
     "slurm --nodes 4096 -- --out gs://bucket/run",
+    "pbs --nodes 2 --devices-per-node 4 --time 1:00:00",
     "tpu --accelerator v5p-16",
     "tpu --accelerator v2-8",
     "tpu --accelerator v5litepod-8",
@@ -316,6 +319,8 @@ GKE = ["--image", "image", "--claim", "models"]
 CONVERSIONS = [
     (["slurm", "--array", "4"], 'prep save-init --processes 4/"$SLURM_ARRAY_TASK_ID" ./model'),
     (["slurm", "--nodes", "4"], "srun --label --kill-on-bad-exit=0 --wait=300 prep save-init"),
+    (["pbs", "--array", "4"], 'prep save-init --processes 4/"$PREP_TASK" ./model'),
+    (["pbs", "--nodes", "4"], "JAX_NUM_PROCESSES=4"),
     (["tpu", *TPU], "prep save-init ./model --mesh 1,2,1"),
     (["gke", *GKE, "--nodes", "4"], "exec prep save-init ./model --mesh 1,2,1"),
     (["ray", "--workers", "4", "--folder", "/shared"], "name='save-init',"),

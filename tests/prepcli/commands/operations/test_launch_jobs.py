@@ -1,4 +1,4 @@
-"""Shipped recipes for several hosts, and jobs on a real Ray and a real SLURM."""
+"""Shipped recipes for several hosts, jobs on a real Ray and a real SLURM, and a script of PBS without PBS."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.commands.operations.recipes import recipes_folder
-from prepcli.core.errors import OK, USAGE
+from prepcli.core.errors import OK, STOPPED, USAGE
 from prepcli.formats.manifest import saved_steps
 from tests.helpers import slurm
 from tests.helpers.killing import read_files
@@ -79,6 +79,7 @@ def test_launch_recipes_fit_and_are_launched(
 
 LAUNCH_OPTIONS = {
     "slurm": (),
+    "pbs": (),
     "tpu": ("--accelerator", "v4-32", "--zone", "us-central2-b"),
     "gke": ("--image", "IMAGE", "--nodes", "2", "--devices-per-node", "8", "--claim", "runs"),
 }
@@ -88,6 +89,7 @@ LAUNCH_OPTIONS = {
     ("target", "trained"),
     [
         ("slurm", "prep train gpt2"),
+        ("pbs", "prep train gpt2"),
         ("tpu", 'prep train "$HOME"/gpt2.toml'),
         ("gke", "prep train /etc/prep/gpt2.toml"),
     ],
@@ -369,3 +371,53 @@ def test_sbatch_accepts_every_directive(words: list[str], cluster: dict[str, str
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+# `prep launch pbs` with two processes of this machine. Two programs take the place of those of PBS
+
+
+PBS_PROGRAMS = {
+    # `pbsdsh -n INDEX -- COMMAND` starts a task of a node.
+    "pbsdsh": '#!/bin/bash\nshift 3\nexec "$@"\n',
+    "qsub": "#!/bin/bash\ncat > next.sh\n",
+    "prep": f"""#!/bin/bash
+export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=1
+exec {sys.executable} -m prepcli "$@"
+""",
+}
+
+
+def start_pbs_job(script: str) -> subprocess.Popen[str]:
+    """Start a batch script as PBS does, with two nodes on this machine."""
+    Path("nodes").write_text("localhost\n" * 2)
+    env = {**os.environ, "PATH": f"{Path('bin').resolve()}:{os.environ['PATH']}"}
+    env |= {"PBS_JOBID": f"{os.getpid()}.server", "PBS_O_WORKDIR": str(Path.cwd())}
+    env |= {"PBS_NODEFILE": str(Path("nodes").resolve())}
+    with LOG.open("a") as log:
+        return subprocess.Popen(
+            ["bash", script], stdout=log, stderr=subprocess.STDOUT, env=env, text=True
+        )
+
+
+@pytest.mark.slow
+def test_killed_job_of_pbs_submits_the_next_one_and_resumes():
+    make_training_folder()
+    Path("bin").mkdir()
+    for name, program in PBS_PROGRAMS.items():
+        (Path("bin") / name).write_text(program)
+        (Path("bin") / name).chmod(0o755)
+    words = ["launch", "pbs", "recipe.toml", "--nodes", "2", "--time", "1:00:00"]
+    words += ["--setup", "export PATH=$PWD/bin:$PATH", "--out", "job.sh", "--", "--out", "run"]
+    values = ["mesh=1,2,1", "train.steps=60", "checkpoint.every=5", "cluster.heartbeat_timeout=10"]
+    sets = [word for value in values for word in ("--set", value)]
+    assert main([*words, *sets]) == OK
+    job = start_pbs_job("job.sh")
+    wait_until(lambda: "saved step" in LOG.read_text(), job)
+    # Its shell is killed as well, and writes no exit code.
+    kill_training_process(1)
+    assert job.wait(MAX_S) == STOPPED, LOG.read_text()
+    next_job = start_pbs_job("next.sh")
+    assert next_job.wait(MAX_S) == OK, LOG.read_text()
+    assert "resuming at step" in LOG.read_text()
+    assert saved_steps(Path("run"))[-1] == 60
+    assert not list(Path().glob(".prep-launch-*"))
