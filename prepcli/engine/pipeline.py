@@ -24,6 +24,7 @@ from prepcli.engine.background_sync import BackgroundSync, StreamPrefix, SyncPoi
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
 from prepcli.engine.casts import ValueTransform
 from prepcli.engine.checksum_recorder import ChecksumRecorder
+from prepcli.engine.conversion_result import ConversionResult
 from prepcli.engine.digest import StreamDigest, TensorDigest
 from prepcli.engine.files import PAGE, Files, RunReader, RunWriter
 from prepcli.engine.fills import FillGenerator, mean_source_number
@@ -36,32 +37,6 @@ from prepcli.stores.buffers import ByteArray
 MOST_UNSYNCED_NBYTES = 256 << 20
 # A claim of a unit holds a file descriptor until the unit is synced, e.g. seconds on a slow disk.
 MAX_UNSYNCED_UNITS = 64
-
-
-@dataclass(slots=True)
-class ConversionResult:
-    """Result of a conversion, or of one of its pipelines.
-
-    Attributes:
-        digests: Digests of each stream, by stream number.
-        read_nbytes: Bytes read.
-        written_nbytes: Bytes written.
-        copied_nbytes: Bytes copied in memory, to another order or dtype.
-        resumed_nbytes: Durable bytes of an earlier run.
-        peak_nbytes: Of a pipeline, the largest anonymous memory seen. Of a conversion, its peak minus the memory
-            before the run.
-        seconds: Busy time of each stage in seconds.
-        already_done: The output existed before, and no bytes were moved.
-    """
-
-    digests: dict[int, StreamDigest] = field(default_factory=dict)
-    read_nbytes: int = 0
-    written_nbytes: int = 0
-    copied_nbytes: int = 0
-    resumed_nbytes: int = 0
-    peak_nbytes: int = 0
-    seconds: dict[str, float] = field(default_factory=partial(dict, read=0.0, move=0.0, write=0.0))
-    already_done: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -359,15 +359,10 @@ class Converter(ABC):
         return note
 
     def add_result(self, result: ConversionResult) -> None:
-        """Add the bytes of a pipeline to the result."""
-        total = self.result
-        total.read_nbytes += result.read_nbytes
-        total.written_nbytes += result.written_nbytes
-        total.copied_nbytes += result.copied_nbytes
-        total.resumed_nbytes += result.resumed_nbytes
-        total.peak_nbytes = max(total.peak_nbytes, result.peak_nbytes)
-        for stage, seconds in result.seconds.items():
-            total.seconds[stage] += seconds
+        """Add the bytes and the times of a pipeline to the result."""
+        self.result.add(result)
+        # The pipelines run in one process, whose memory each of them sees.
+        self.result.peak_nbytes = max(self.result.peak_nbytes, result.peak_nbytes)
 
     def _wait(self) -> None:
         """Wait a moment for other processes, and read their notes."""

@@ -193,31 +193,18 @@ class WorkerPool:
                 raise worker.failure()
 
     def add_reports(self, result: ConversionResult) -> None:
-        """Wait until all workers have ended, and add their bytes and memory to this process's result."""
+        """Wait until all workers have ended, and add their bytes, times and memory to this process's result."""
         if not self._running:
             return
         for worker in self._running:
             worker.process.wait()
         self.check()
         for worker in self._running:
-            match worker.report():
-                case {
-                    "bytes": {
-                        "read": int(read_nbytes),
-                        "written": int(written_nbytes),
-                        "moved": int(moved_nbytes),
-                        "resumed": int(resumed_nbytes),
-                    },
-                    "memory": {"peak": int(peak_nbytes)},
-                }:
-                    result.read_nbytes += read_nbytes
-                    result.written_nbytes += written_nbytes
-                    # A report counts all moved bytes: read, copied in memory, and written.
-                    result.copied_nbytes += moved_nbytes - read_nbytes - written_nbytes
-                    result.resumed_nbytes += resumed_nbytes
-                    result.peak_nbytes += self._baseline_nbytes + peak_nbytes
-                case _:
-                    raise PrepError("a worker ended without a report", "", RESUME_HINT)
+            worker_result = ConversionResult.from_json(worker.report())
+            if worker_result is None:
+                raise PrepError("a worker ended without a report", "", RESUME_HINT)
+            result.add(worker_result)
+            result.peak_nbytes += self._baseline_nbytes + worker_result.peak_nbytes
 
 
 class _Worker:

@@ -36,8 +36,8 @@ from prepcli.core.json_values import quote_name
 from prepcli.core.observer import LEAVES, Observer, Progress, RecordingObserver, observer_of
 from prepcli.core.option_spec import format_command_line
 from prepcli.engine.casts import format_cast, report_casts
+from prepcli.engine.conversion_result import ConversionResult
 from prepcli.engine.fills import fill_of
-from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.converter import Converter, ExecutionRequest
 from prepcli.execution.folder_converter import FolderConverter
 from prepcli.execution.output import WORK_FOLDER, digest_plan
@@ -240,14 +240,7 @@ class OpenedConversion:
             "output": str(out),
             "casts": manifest.casts,
             "already": result.already_done,
-            "bytes": {
-                "read": result.read_nbytes,
-                "written": result.written_nbytes,
-                "moved": result.read_nbytes + result.copied_nbytes + result.written_nbytes,
-                "resumed": result.resumed_nbytes,
-            },
-            "memory": {"budget": memory_nbytes, "peak": result.peak_nbytes},
-            "time": {stage: round(seconds, 3) for stage, seconds in result.seconds.items()},
+            **result.json_fields(memory_nbytes),
         }
         if share.count > 1:
             processes = {"count": share.count, "index": share.index}

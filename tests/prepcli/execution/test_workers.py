@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prepcli.core.errors import USAGE, PrepError
 from prepcli.core.observer import NullProgress
 from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES
-from prepcli.engine.pipeline import ConversionResult
+from prepcli.engine.conversion_result import ConversionResult
 from prepcli.execution.workers import (
     MAX_BASELINE_NBYTES,
     ProcessOptions,

@@ -20,8 +20,9 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.engine import pipeline
+from prepcli.engine.conversion_result import ConversionResult
 from prepcli.engine.files import Files
-from prepcli.engine.pipeline import ConversionResult, Pipeline
+from prepcli.engine.pipeline import Pipeline
 from tests.helpers.faults import COMMANDS, FaultSources, run_until_killed
 from tests.helpers.killing import read_files
 from tests.helpers.run_cli import Capture, MonkeyPatch, run_ok

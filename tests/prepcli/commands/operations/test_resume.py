@@ -19,8 +19,9 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
 from prepcli.engine import pipeline
 from prepcli.engine.budget import Budget
+from prepcli.engine.conversion_result import ConversionResult
 from prepcli.engine.files import Files
-from prepcli.engine.pipeline import ConversionResult, Pipeline
+from prepcli.engine.pipeline import Pipeline
 from prepcli.execution import converter, folder_converter
 from prepcli.execution.folder_output import FolderOutput
 from prepcli.execution.output import decode_record, encode_record
