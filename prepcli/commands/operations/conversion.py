@@ -142,8 +142,7 @@ class OpenedConversion:
                 converter = _open_converter(request, out)
                 result = converter.run()
                 manifest = converter.read_manifest()
-            num_changed = sum(cast.get("changed", 0) for cast in manifest.casts)
-            details["accounting"]["changed_values"] = num_changed
+            details["accounting"]["changed_values"] = _num_changed_values(manifest)
             details |= self._report(plan, out, result, manifest, pool.share)
         return Conversion(
             path=Path(str(out)),
@@ -207,7 +206,6 @@ class OpenedConversion:
         """Note the casts, the time and the compression of a written output, and return their JSON fields."""
         memory_nbytes = self.common.memory_nbytes
         observer = self.observer
-        num_changed = sum(cast.get("changed", 0) for cast in manifest.casts)
         for entry in manifest.casts:
             observer.note(format_cast(entry))
         if result.already_done:
@@ -215,11 +213,8 @@ class OpenedConversion:
         else:
             # A tensor without elements is part of the output, and nothing is written for it.
             used = len({s.name for s in plan.streams if s.writes or not s.nbytes})
-            parts = [
-                f"{used} tensors",
-                dropped_text(plan),
-                f"{count_text(num_changed, 'value')} changed",
-            ]
+            changed = count_text(_num_changed_values(manifest), "value")
+            parts = [f"{used} tensors", dropped_text(plan), f"{changed} changed"]
             seconds = time.monotonic() - self.started_s
             memory = f"peak {result.peak_nbytes >> 20} MiB of {memory_nbytes >> 20}"
             observer.note(f"done in {seconds:.1f} s, {memory}; {', '.join(filter(None, parts))}")
@@ -338,6 +333,10 @@ def _accounting(plan: Plan) -> dict[str, Any]:
         # Only the conversion itself can count the values that a cast changes.
         "changed_values": None if any(stream.is_changed for stream in plan.streams) else 0,
     }
+
+
+def _num_changed_values(manifest: Manifest) -> int:
+    return sum(cast.get("changed", 0) for cast in manifest.casts)
 
 
 def dropped_text(plan: Plan) -> str:
