@@ -31,7 +31,7 @@ from prepcli.core.errors import (
     text,
     usage_error,
 )
-from prepcli.core.formatting import count_text, format_bytes, join_names
+from prepcli.core.formatting import count_text, format_bytes, format_duration, join_names
 from prepcli.core.json_values import quote_name
 from prepcli.core.observer import LEAVES, Observer, Progress, RecordingObserver, observer_of
 from prepcli.core.option_spec import format_command_line
@@ -153,6 +153,7 @@ class OpenedConversion:
             already_done=result.already_done,
             plan_digest=details["plan_digest"],
             plan=plan,
+            stage_seconds=result.seconds,
             details=details,
             next_command=next_command.replace(OUT_PLACEHOLDER, shlex.quote(str(out))),
             warnings=tuple(self.observer.warnings),
@@ -218,6 +219,8 @@ class OpenedConversion:
             seconds = time.monotonic() - self.started_s
             memory = f"peak {result.peak_nbytes >> 20} MiB of {memory_nbytes >> 20}"
             observer.note(f"done in {seconds:.1f} s, {memory}; {', '.join(filter(None, parts))}")
+            stages = [f"{stage} {format_duration(s)}" for stage, s in result.seconds.items()]
+            observer.note(f"busy: {', '.join(stages)}", LEAVES)
         details: dict[str, object] = {}
         if plan.compression:
             raw = sum(leaf.chunk_nbytes * math.prod(leaf.grid.chunk_counts) for leaf in plan.leaves)

@@ -51,6 +51,10 @@ def _value_text(name: str, value: object) -> str:
         return format_duration(value)
     if isinstance(value, float):
         return f"{value:.6g}"
+    if isinstance(value, Mapping):
+        values: Mapping[str, object] = value
+        texts = [f"{key} {_value_text(name, each)}" for key, each in values.items()]
+        return shorten(", ".join(texts), MAX_VALUE_WIDTH)
     if isinstance(value, PrepError | str | Path | bool | int):
         return str(value)
     return shorten(repr(value), MAX_VALUE_WIDTH)
@@ -69,6 +73,8 @@ class Conversion(_HtmlTable):
         already_done: Whether an equal output existed. Then no file was written.
         plan_digest: Digest of the plan. Equal plans write equal bytes.
         plan: The files, tensors and checks of the conversion. `print(plan)` lists them.
+        stage_seconds: Busy time of each stage in seconds, over all workers: `read`, `move` (order, dtype and digests)
+            and `write`. The stages run at once, so the largest one limits the speed.
         next_command: The command that usually follows.
         warnings: Messages about problems that did not stop the conversion, such as an unreachable hub.
         details: All fields of the command's `--json` output.
@@ -82,6 +88,7 @@ class Conversion(_HtmlTable):
     already_done: bool
     plan_digest: str
     plan: Plan = field(repr=False)
+    stage_seconds: Mapping[str, float] = field(default_factory=dict)
     next_command: str = field(default="", repr=False)
     warnings: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict, repr=False)

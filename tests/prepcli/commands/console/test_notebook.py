@@ -99,11 +99,13 @@ def test_results_are_tables_in_a_notebook():
         already_done=False,
         plan_digest="",
         plan=no_plan,
+        stage_seconds={"read": 1.25, "write": 133.0},
     )
     page: Any = result._repr_html_()
     assert "<caption>Conversion</caption>" in page
     assert "<td>a&lt;b</td>" in page
     assert "<tr><th>bytes_read</th><td>3.0 MiB</td></tr>" in page
+    assert "<td>read 1.2 s, write 2 min 13 s</td>" in page
     assert "details" not in page
 
 

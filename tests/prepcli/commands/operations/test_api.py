@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 import traceback
@@ -18,6 +19,7 @@ import pytest
 from jax import Array
 
 import prepcli as prep
+from prepcli.commands.cli.main import main
 from prepcli.commands.console.progress_displays import LineProgress
 from prepcli.commands.operations import compute_options, options, results
 from prepcli.restore.item_reader import open_reader
@@ -109,7 +111,16 @@ def test_api_converts_there_and_back(model: Path, tmp_path: Path, capfd: Capture
     # Freed memory of earlier tests may be enough.
     assert 0 <= init.peak_bytes <= 512 << 20
     assert not init.already_done
+    assert init.stage_seconds.keys() == {"read", "move", "write"}
+    assert init.stage_seconds["write"] > 0
     assert capfd.readouterr() == ("", "")
+
+
+def test_verbose_command_prints_the_busy_times(model: Path, tmp_path: Path, capfd: Capture):
+    words = ["save-init", str(model), "--mesh", "1,2,1", "--out", str(tmp_path / "init"), "-v"]
+    assert main(words) == 0
+    line = r"^busy: read [\d.]+ s, move [\d.]+ s, write [\d.]+ s$"
+    assert re.search(line, capfd.readouterr().err, re.MULTILINE)
 
 
 def test_api_plans_equal_the_conversions(model: Path, tmp_path: Path):

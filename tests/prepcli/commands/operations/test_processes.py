@@ -78,6 +78,7 @@ def test_workers_write_the_same_bytes(setup: KillSetup, name: str):
     fields, total = json.loads(report), sum(map(len, setup.expected_files(name).values()))
     assert total * 0.9 < fields["bytes"]["written"] <= total or name == "compress"
     assert 0 < fields["memory"]["peak"] <= fields["memory"]["budget"] == 200 << 20
+    assert fields["time"].keys() == {"read", "move", "write"}
     ends = [line for line in stderr.splitlines() if " done in " in line and "%" in line]
     assert len(ends) == 1
     assert "100%" in ends[0]
