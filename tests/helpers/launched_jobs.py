@@ -1,4 +1,4 @@
-"""Commands of launched jobs, and processes to kill.
+"""Engines and commands of launched jobs, and processes to kill.
 
 Only processes with the working folder of the test are found: this machine may run other jobs.
 """
@@ -11,8 +11,17 @@ import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from prepcli.launch.engines import ENGINES
 from prepcli.launch.job import TRAIN, LaunchedCommand
 from tests.helpers.waiting import wait_until
+
+# The engines that read their script from stdin.
+STDIN_ENGINES = [name for name, engine in ENGINES.items() if engine.submitted == "stdin"]
+# Options that an engine needs for a training on 8 devices.
+REQUIRED_OPTIONS = {
+    "tpu": ("--accelerator", "v5p-16", "--zone", "us-east5-a"),
+    "gke": ("--image", "image", "--devices-per-node", "8", "--claim", "runs"),
+}
 
 
 def train_command(recipe: str, arguments: Sequence[str] = ()) -> LaunchedCommand:

@@ -18,17 +18,12 @@ from prepcli.commands.cli.root import COMMANDS
 from prepcli.commands.operations.launch import submit_line, submit_script
 from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.formats.manifest import saved_steps
+from prepcli.launch.engines import ENGINES
+from tests.helpers.launched_jobs import REQUIRED_OPTIONS, STDIN_ENGINES
 from tests.helpers.processes import COMPILATION
 from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import RECIPE, make_training_folder
-
-TARGETS = [
-    ["slurm"],
-    ["pbs"],
-    ["tpu", "--accelerator", "v5p-16", "--zone", "us-east5-a"],
-    ["gke", "--image", "image", "--devices-per-node", "8", "--claim", "runs"],
-]
 
 
 @pytest.fixture(autouse=True)
@@ -39,17 +34,19 @@ def _recipe_here():
 def install_submitters(monkeypatch: MonkeyPatch, *, code: int) -> None:
     """Put programs into PATH. They copy their stdin to stdin.txt, print `17` and exit with `code`."""
     Path("bin").mkdir()
-    for name in ("sbatch", "qsub", "bash", "kubectl"):
+    for engine in STDIN_ENGINES:
+        name = ENGINES[engine].submit[0]
         (Path("bin") / name).write_text(f"#!/bin/sh\ncat > stdin.txt\necho 17\nexit {code}\n")
         (Path("bin") / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{Path('bin').resolve()}:/usr/bin:/bin")
 
 
-@pytest.mark.parametrize("words", TARGETS, ids=lambda words: words[0])
+@pytest.mark.parametrize("engine", STDIN_ENGINES)
 def test_script_is_printed_written_or_submitted(
-    words: list[str], monkeypatch: MonkeyPatch, capsys: Capture
+    engine: str, monkeypatch: MonkeyPatch, capsys: Capture
 ):
-    command = ["launch", words[0], "recipe.toml", *words[1:], "--env", "A=b c"]
+    options = REQUIRED_OPTIONS.get(engine, ())
+    command = ["launch", engine, "recipe.toml", *options, "--env", "A=b c"]
     assert main([*command, "--", "--set", "train.steps=3"]) == OK
     script = capsys.readouterr().out
     assert "export A=" in script
@@ -59,7 +56,7 @@ def test_script_is_printed_written_or_submitted(
     install_submitters(monkeypatch, code=0)
     assert main([*command, "--submit", "--json", "--", "--set", "train.steps=3"]) == OK
     report = json.loads(capsys.readouterr().out)
-    assert (report["ok"], report["target"], report["script"]) == (True, words[0], script)
+    assert (report["ok"], report["target"], report["script"]) == (True, engine, script)
     assert Path("stdin.txt").read_text() == script
 
 

@@ -21,7 +21,12 @@ from prepcli.core.errors import OK, STOPPED, USAGE
 from prepcli.formats.manifest import saved_steps
 from tests.helpers import slurm
 from tests.helpers.killing import read_files
-from tests.helpers.launched_jobs import kill_share, kill_training_process
+from tests.helpers.launched_jobs import (
+    REQUIRED_OPTIONS,
+    STDIN_ENGINES,
+    kill_share,
+    kill_training_process,
+)
 from tests.helpers.object_server import serve_objects
 from tests.helpers.run_cli import Capture, MonkeyPatch
 from tests.helpers.slow_cases import slow_except
@@ -77,28 +82,16 @@ def test_launch_recipes_fit_and_are_launched(
     assert "prep train" in capsys.readouterr().out
 
 
-LAUNCH_OPTIONS = {
-    "slurm": (),
-    "pbs": (),
-    "tpu": ("--accelerator", "v4-32", "--zone", "us-central2-b"),
-    "gke": ("--image", "IMAGE", "--nodes", "2", "--devices-per-node", "8", "--claim", "runs"),
-}
+# The path of a recipe on the machines of an engine, if they have a copy of it.
+RECIPE_COPIES = {"tpu": '"$HOME"/gpt2.toml', "gke": "/etc/prep/gpt2.toml"}
 
 
-@pytest.mark.parametrize(
-    ("target", "trained"),
-    [
-        ("slurm", "prep train gpt2"),
-        ("pbs", "prep train gpt2"),
-        ("tpu", 'prep train "$HOME"/gpt2.toml'),
-        ("gke", "prep train /etc/prep/gpt2.toml"),
-    ],
-)
-def test_launch_takes_the_name_of_a_shipped_recipe(
-    target: str, trained: str, capsys: Capture
-) -> None:
-    assert main(["launch", target, "gpt2", *LAUNCH_OPTIONS[target]]) == OK
-    assert trained in capsys.readouterr().out
+@pytest.mark.parametrize("engine", STDIN_ENGINES)
+def test_launch_takes_the_name_of_a_shipped_recipe(engine: str, capsys: Capture) -> None:
+    options = REQUIRED_OPTIONS.get(engine, ())
+    assert main(["launch", engine, "gpt2", *options, "--", "--set", "mesh=8,1,1"]) == OK
+    recipe = RECIPE_COPIES.get(engine, "gpt2")
+    assert f"prep train {recipe} --set mesh=8,1,1" in capsys.readouterr().out
 
 
 def test_launch_local_checks_a_shipped_recipe(capsys: Capture) -> None:
