@@ -16,10 +16,11 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
 from prepcli.core.process_group import ProcessGroup
+from prepcli.engine.blobs import HostLeaf, HostShard
 from prepcli.engine.budget import make_budget
 from prepcli.execution import training_bucket, training_storage
 from prepcli.execution.training_bucket import BucketStorage
-from prepcli.execution.training_storage import MEMORY_NBYTES, HostLeaf, HostShard
+from prepcli.execution.training_storage import MEMORY_NBYTES
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import COMMIT_MARKER
 from prepcli.planning.manifest_fields import Manifest
