@@ -40,11 +40,11 @@ from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import map_tensors
 from prepcli.sources.maps import (
     MAX_DROPS,
+    MAX_LINE_CHARS,
     MAX_LINES,
     MAX_NBYTES,
     MapRow,
     bind_map,
-    compute_size,
     parse_map,
 )
 from prepcli.sources.source import Source, SourceTensor
@@ -129,23 +129,27 @@ class TensorTree:
         for (name, tensor), digest in zip(compared.items(), digests):
             self.keys[name] = (cast_dtype(tensor.dtype, cast_to), tensor.shape, digest)
 
-    def digests(self, tensors: Iterable[SourceTensor], *, is_checked: bool = False) -> list[str]:
-        """Return the digest of the values of each tensor, read within the memory limit."""
-        streams: list[Stream] = []
-        for tensor in tensors:
-            stream = row_stream(tensor, (0, num_rows(tensor)))
-            dtype = cast_dtype(tensor.dtype, self.cast_to)
-            operations = value_operations(tensor.dtype, dtype)
-            streams.append(replace(stream, operations=operations))
-        digests = stream_digests(
-            self.source,
-            streams,
-            self._memory_nbytes,
-            progress=self._observer.progress(),
-            task=f"compare {self.source.display_name}",
-            is_checked=is_checked,
-        )
-        return [digest.written for digest in digests]
+    def digests(
+        self, tensors: Iterable[SourceTensor], *, is_checked: bool = False
+    ) -> Iterator[str]:
+        """Yield the digest of the values of each tensor, read within the memory limit."""
+        remaining = iter(tensors)
+        while batch := [*islice(remaining, MAX_BATCH)]:
+            streams: list[Stream] = []
+            for tensor in batch:
+                stream = row_stream(tensor, (0, num_rows(tensor)))
+                dtype = cast_dtype(tensor.dtype, self.cast_to)
+                operations = value_operations(tensor.dtype, dtype)
+                streams.append(replace(stream, operations=operations))
+            digests = stream_digests(
+                self.source,
+                streams,
+                self._memory_nbytes,
+                progress=self._observer.progress(),
+                task=f"compare {self.source.display_name}",
+                is_checked=is_checked,
+            )
+            yield from (digest.written for digest in digests)
 
 
 @dataclass(slots=True)
@@ -190,11 +194,19 @@ class Relations:
             # A row can only copy a tensor in several parts.
             if not is_target_stacked or len(members.tensors[name].placement) == 1:
                 names[key].append(name)
+        found = self._attempts(containers, members, is_stacked, is_transposed)
+        attempts: list[Relation] = []
+        if is_stacked or is_transposed:
+            digests = iter([*containers.digests(_take_views(found, attempts))])
+        else:
+            attempts += [attempt for attempt, _ in found]
+            digests = iter([containers.keys[attempt.container][2] for attempt in attempts])
         complete: list[tuple[Relation, list[ValueKey]]] = []
         claims: Counter[object] = Counter()
-        for attempt, keys in self._compare(
-            containers, members, is_stacked=is_stacked, is_transposed=is_transposed
-        ):
+        for attempt in attempts:
+            dtype = containers.keys[attempt.container][0]
+            values = islice(digests, max(1, attempt.count))
+            keys = [(dtype, attempt.member_shape, digest) for digest in values]
             if all(key in names for key in keys):
                 complete.append((attempt, keys))
                 claims.update([attempt.container, *keys])
@@ -222,16 +234,14 @@ class Relations:
                 listed = [*self.ambiguous.get(target, ()), *sources[:MAX_CANDIDATES]]
                 self.ambiguous[target] = list(dict.fromkeys(listed))[:MAX_CANDIDATES]
 
-    def _compare(
-        self, tree: TensorTree, members: TensorTree, *, is_stacked: bool, is_transposed: bool
-    ) -> Iterator[tuple[Relation, list[ValueKey]]]:
-        """Yield each container, with its values in a shape of which the other tree has enough members."""
+    def _attempts(
+        self, tree: TensorTree, members: TensorTree, is_stacked: bool, is_transposed: bool
+    ) -> Iterator[tuple[Relation, Sequence[SourceTensor]]]:
+        """Yield each container with its views in a shape of which the other tree has enough members."""
         shapes: dict[tuple[str, int], Counter[Shape]] = defaultdict(Counter)
         for dtype, shape, _ in members.keys.values():
             shapes[dtype, math.prod(shape)][shape] += 1
-        batch: list[tuple[Relation, list[SourceTensor]]] = []
-        num_read = self._num_views
-        for name, (dtype, shape, digest) in tree.keys.items():
+        for name, (dtype, shape, _) in tree.keys.items():
             if is_stacked and (not shape or shape[0] > MAX_STACK):
                 continue
             count = shape[0] if is_stacked else 0
@@ -243,32 +253,23 @@ class Relations:
                     continue
                 self._num_views += max(1, count)
                 if self._num_views > MAX_VIEWS:
-                    yield from _read_batch(tree, batch)
                     return
                 try:
                     views = map_tensors(_view_rows(dims, count), {"s": tree.tensors[name]}, None)
                 except PrepError:
                     # It is stored in several parts.
                     continue
-                relation = Relation(name, member_shape, dims, count)
-                if not is_stacked and not is_transposed:
-                    yield relation, [(dtype, member_shape, digest)]
-                    continue
-                batch.append((relation, sorted(views, key=lambda view: int(view.name))))
-                if self._num_views - num_read >= MAX_BATCH:
-                    yield from _read_batch(tree, batch)
-                    batch = []
-                    num_read = self._num_views
-        yield from _read_batch(tree, batch)
+                ordered = sorted(views, key=lambda view: int(view.name))
+                yield Relation(name, member_shape, dims, count), ordered
 
 
-def _read_batch(
-    tree: TensorTree, batch: Sequence[tuple[Relation, Sequence[SourceTensor]]]
-) -> Iterator[tuple[Relation, list[ValueKey]]]:
-    digests = iter(tree.digests(view for _, views in batch for view in views))
-    for attempt, views in batch:
-        dtype = tree.keys[attempt.container][0]
-        yield attempt, [(dtype, attempt.member_shape, next(digests)) for _ in views]
+def _take_views(
+    found: Iterable[tuple[Relation, Sequence[SourceTensor]]], attempts: list[Relation]
+) -> Iterator[SourceTensor]:
+    """Yield the views of each attempt, and add the attempt to the list. Few views are in memory at a time."""
+    for attempt, views in found:
+        attempts.append(attempt)
+        yield from views
 
 
 @lru_cache(maxsize=256)
@@ -356,40 +357,54 @@ class RowWriter:
             patterns = (split_numbers(relation.member)[0], split_numbers(relation.container)[0])
             groups[patterns, replace(relation, member="", container="", index=0)].append(relation)
         for group in groups.values():
-            row = self._row(group)
-            if row is not None:
+            if row := self._row(group):
                 yield row
             else:
-                yield from filter(None, (self._row([relation]) for relation in group))
+                yield from (self._row([relation]) for relation in group)
 
-    def _row(self, group: Sequence[Relation]) -> str | None:
-        """Return the row of relations. None if the row would relate other tensors."""
+    def _row(self, group: Sequence[Relation]) -> str:
+        """Return the row of relations, or an empty text if a row would relate other tensors."""
         first = group[0]
-        members = [relation.member for relation in group]
-        containers = [relation.container for relation in group]
-        indices = tuple(relation.index for relation in group)
         sizes = {atom: str(size) for atom, size in dim_sizes(first.dims[1]).items()}
-        atoms = self._number_atoms([*_columns(members), *_columns(containers)], sizes)
+        member_columns = _columns([relation.member for relation in group])
+        container_columns = _columns([relation.container for relation in group])
+        atoms = self._number_atoms([*member_columns, *container_columns], sizes)
+        # The numbers that differ on both sides, with those of a dim
+        stacked = [column for column in member_columns if column in atoms]
+        others = [column for column in container_columns if column in atoms]
+        indices = tuple(relation.index for relation in group)
         index = ""
         if first.count == 1:
             index = "1"
         elif len({*indices}) > 1:
-            for column, atom in atoms.items():
+            for column in stacked:
                 # The position of each number among the different ones, e.g. (4, 7, 4) -> (0, 1, 0)
                 numbers = sorted({*column})
                 if not index and tuple(map(numbers.index, column)) == indices:
-                    index = atom.partition("@")[0]
+                    index = atoms[column].partition("@")[0]
+                    others.append(column)
         elif first.count:
             index = f"f{first.count}={first.index}"
             sizes[f"f{first.count}"] = str(first.count)
-        sides: list[str] = []
-        for names, dims in ((members, first.dims[0]), (containers, f"{index} {first.dims[1]}")):
-            sides.append(f"{_numbered_name(names, atoms)}: {dims.strip()}".strip())
+        member = f"{_numbered_name(first.member, member_columns, atoms)}: {first.dims[0]}"
+        dims = f"{index} {first.dims[1]}".strip()
+        container = f"{_numbered_name(first.container, container_columns, atoms)}: {dims}"
+        sides = [member.strip(), container.strip()]
         if first.is_target_stacked:
             sides.reverse()
         text = " <- ".join(sides)
-        if len(group) > 1 and not _relates(text, sizes, index, group):
-            return None
+        # A row relates all combinations of its numbers. Each of them is one relation of the group, and no atom has two
+        # places on a side. An atom with fewer indices than the stack would give it another shape.
+        is_exact = (
+            bool(index) == bool(first.count)
+            and len({*stacked}) == len(stacked)
+            and sorted(stacked) == sorted(others)
+            and math.prod(len({*column}) for column in stacked) == len(group)
+            and len({*indices}) in (1, first.count)
+        )
+        lines = [text, *(f"size {atom} = {size}" for atom, size in sizes.items())]
+        if not is_exact or max(map(len, lines)) > MAX_LINE_CHARS:
+            return ""
         self.sizes |= sizes
         return text
 
@@ -414,40 +429,17 @@ class RowWriter:
         return atoms
 
 
-def _columns(names: Sequence[str]) -> Iterator[Column]:
-    return zip(*(split_numbers(name)[1] for name in names))
+def _columns(names: Sequence[str]) -> list[Column]:
+    return [*zip(*(split_numbers(name)[1] for name in names))]
 
 
-def _numbered_name(names: Sequence[str], atoms: Mapping[Column, str]) -> str:
+def _numbered_name(name: str, columns: Sequence[Column], atoms: Mapping[Column, str]) -> str:
     """Return the name of the tensors in a row, with an atom for each number that differs."""
-    if len(names) == 1:
-        return names[0]
-    pieces, _ = split_numbers(names[0])
-    text = pieces[0]
-    for column, piece in zip(_columns(names), pieces[1:]):
-        text += f"{{{atoms[column]}}}" if column in atoms else str(column[0])
-        text += piece
+    text, *pieces = split_numbers(name)[0]
+    for column, piece in zip(columns, pieces):
+        number = f"{{{atoms[column]}}}" if column in atoms else str(column[0])
+        text += number + piece
     return text
-
-
-def _relates(text: str, sizes: Mapping[str, str], index: str, group: Sequence[Relation]) -> bool:
-    """Return whether a row relates the tensors of a group, and no other ones."""
-    lines = [f"size {atom} = {size}" for atom, size in sizes.items()]
-    try:
-        parsed = parse_map("suggestion", "\n".join([*lines, text]))
-        values = {atom: compute_size(size, {}) for atom, size in sizes.items()}
-    except (PrepError, ValueError):
-        # An atom has two places on one side, or a line is too long.
-        return False
-    rows, _ = bind_map(parsed, values, {})
-    if not rows or rows[0].num_pairs != len(group):
-        return False
-    related: set[tuple[tuple[str, str], int]] = set()
-    for target, source, atoms in rows[0].pairs():
-        related.add(((target, source), atoms.get(index, group[0].index)))
-    # An atom with fewer indices than the stack would give it another shape.
-    has_all_indices = len({relation.index for relation in group}) in (1, max(1, group[0].count))
-    return has_all_indices and related == {(relation.names, relation.index) for relation in group}
 
 
 MAP_SUFFIX = ".map"
