@@ -12,7 +12,12 @@ from prepcli.core.json_values import HFConfig, JsonObject, JsonValue
 from prepcli.models.architecture import ArchConfig
 from prepcli.models.parameters import Family, parameter_rows, read_size
 from prepcli.models.registry import family_of, fields_read
-from prepcli.models.truncation import is_layer_pattern
+from prepcli.models.truncation import (
+    PATTERN_FIELD,
+    PER_LAYER_FIELDS,
+    REUSING_LAYERS_FIELD,
+    is_layer_pattern,
+)
 
 T = TypeVar("T")
 Sizes = Mapping[str, int]
@@ -81,20 +86,7 @@ MIXER_FIELDS = {
 }
 # The fields of these axes are set even if the config omits them.
 REQUIRED_AXES = ("vocab", "embed", "heads", "layers")
-# The default of a field of these axes can be a constant that suits large models only, e.g. 8 KV heads.
-CONSTANT_AXES = (
-    *("kv_heads", "head_dim", "mlp", "dense_mlp", "shared_mlp", "experts"),
-    *("full_head_dim", "layer_vocab", "layer_input"),
-    *LATENT_SIZES,
-)
 WINDOW_FIELDS = ("sliding_window", "window_size", "attention_chunk_size")
-# Lists with one entry per layer, and a text with a character per layer.
-LAYER_LISTS = (
-    *("layer_types", "layers_block_type", "attention_layers", "mlp_layer_types"),
-    "hybrid_override_pattern",
-)
-# Kinds of layers as a repeated pattern, in configs of GPT-Neo.
-LAYER_PATTERN = "attention_types"
 # Other fields that select layers -> value for two layers with one of each kind.
 LAYER_SELECTIONS: JsonObject = {
     "sliding_window_pattern": 2,
@@ -111,12 +103,10 @@ ATTENTION_PLACES: JsonObject = {
 }
 # Numbers of first layers with a dense MLP, in configs of DeepSeek and of LFM2-MoE.
 NUM_DENSE_FIELDS = ("first_k_dense_replace", "num_dense_layers")
-# Last layers that attend to the keys and values of earlier layers.
-REUSING_FIELD = "num_kv_shared_layers"
 # Some defaults suit only large models. The first of these changes accepted by the family replaces them.
 DEFAULT_CHANGES: tuple[JsonObject, ...] = (
     {},
-    {LAYER_PATTERN: [[["global", "local"], 1]]},
+    {PATTERN_FIELD: [[["global", "local"], 1]]},
     {"rotary_dim": HEAD_DIM // 4},
     {"num_experts_per_tok": 2},
     # By default, a Qwen-MoE model of few layers would have only dense ones.
@@ -317,11 +307,13 @@ def _replace_large_defaults(
     Defaults derived from other fields are small already.
     """
     read = fields_read(family)
-    for axis in CONSTANT_AXES:
+    for axis, names in SIZE_FIELDS.items():
+        if axis in REQUIRED_AXES or axis == "positions":
+            continue
         sizes = _read(family.sizes, config)
         if sizes is not None and _is_small(axis, sizes, original, wanted):
             continue
-        for name in SIZE_FIELDS[axis]:
+        for name in names:
             # A null `q_lora_rank` means queries without a latent.
             is_set = config.get(name) is not None or (axis == "q_rank" and name in config)
             if is_set or name not in read:
@@ -345,14 +337,13 @@ def _is_small(axis: str, sizes: Sizes, original: Sizes, wanted: Sizes) -> bool:
 def _layer_kinds(config: HFConfig) -> dict[str, list[JsonValue]]:
     """Return the distinct kinds of layers by each field that lists them, in the order of the layers."""
     listed: dict[str, list[JsonValue]] = {}
-    for name in LAYER_LISTS:
-        value = config.get(name)
-        if isinstance(value, list | str):
+    for name, value in config.items():
+        if name in PER_LAYER_FIELDS and isinstance(value, list | str):
             listed[name] = [*value]
-    pattern = config.get(LAYER_PATTERN)
+    pattern = config.get(PATTERN_FIELD)
     if not listed and is_layer_pattern(pattern):
         # E.g. [[["global", "local"], 6]] of GPT-Neo: the kinds, and how often they repeat.
-        listed[LAYER_PATTERN] = [kind for repeated, _ in pattern for kind in repeated]
+        listed[PATTERN_FIELD] = [kind for repeated, _ in pattern for kind in repeated]
     kinds: dict[str, list[JsonValue]] = {name: [] for name in listed}
     for name, values in listed.items():
         # A kind is a text, but a family does not check the fields that it ignores.
@@ -373,7 +364,7 @@ def _layer_fields(
     fields: JsonObject = {}
     for name, values in kinds.items():
         listed = (values * num_layers)[:num_layers]
-        if name == LAYER_PATTERN:
+        if name == PATTERN_FIELD:
             fields[name] = [[listed, 1]]
         elif isinstance(config[name], str):
             fields[name] = "".join(map(str, listed))
@@ -384,7 +375,7 @@ def _layer_fields(
     if arch_config.mixer_layers and arch_config.attention_layers:
         fields |= {name: value for name, value in ATTENTION_PLACES.items() if name in read}
     if arch_config.reusing_layers:
-        fields[REUSING_FIELD] = num_layers // 2
+        fields[REUSING_LAYERS_FIELD] = num_layers // 2
     for name in NUM_DENSE_FIELDS if arch_config.dense_layers else ():
         # A family rejects the field of another one.
         dense = _read(family.arch_config, {**config, name: 1})

@@ -174,6 +174,12 @@ def test_scale_down_keeps_the_kinds_of_both_layer_lists():
     assert tiny["mlp_layer_types"] == ["dense", "sparse"]
 
 
+def test_scale_down_keeps_layers_without_rotation():
+    config = {"model_type": "smollm3", "num_hidden_layers": 36, "no_rope_layers": [1, 1, 1, 0] * 9}
+    tiny = scale_down(config)
+    assert (tiny["num_hidden_layers"], tiny["no_rope_layers"]) == (2, [1, 0])
+
+
 def test_scale_down_removes_large_token_ids():
     tiny = scale_down(CONFIGS["phi-4"])
     assert (tiny["bos_token_id"], tiny["eos_token_id"], tiny["pad_token_id"]) == (0, 0, None)
