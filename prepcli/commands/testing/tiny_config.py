@@ -108,7 +108,6 @@ DEFAULT_CHANGES: tuple[JsonObject, ...] = (
     {},
     {PATTERN_FIELD: [[["global", "local"], 1]]},
     {"rotary_dim": HEAD_DIM // 4},
-    {"num_experts_per_tok": 2},
     # By default, a Qwen-MoE model of few layers would have only dense ones.
     {"mlp_only_layers": [0]},
 )
@@ -179,13 +178,10 @@ def _with_tiny_sizes(
     tiny = _replace_large_defaults(family, tiny, original, wanted)
     tiny = _with_valid_defaults(family.arch_config, tiny)
     if (num_elements := _num_elements(family, tiny)) > MAX_SCALED_ELEMENTS:
-        raise _cannot_scale_error(f"{num_elements:,} elements remain: {family.sizes(tiny)}")
+        why = f"{num_elements:,} elements remain: {family.sizes(tiny)}"
+        hint = "write a config with small sizes by hand"
+        raise usage_error("this config cannot be scaled down", why, hint)
     return tiny
-
-
-def _cannot_scale_error(why: str) -> PrepError:
-    hint = "write a config with small sizes by hand"
-    return usage_error("this config cannot be scaled down", why, hint)
 
 
 def _read(read: Callable[[HFConfig], T], config: HFConfig) -> T | None:
@@ -203,11 +199,7 @@ def _with_valid_defaults(read: Callable[[HFConfig], object], config: JsonObject)
 
 
 def _original_sizes(family: Family, config: HFConfig) -> dict[str, int]:
-    """Return the size of each axis, with the heads of a recurrent mixer in place of absent attention heads.
-
-    Raises:
-        PrepError: The model has neither.
-    """
+    """Return the size of each axis, with the heads of a recurrent mixer in place of absent attention heads."""
     sizes = {**family.sizes(config)}
     if "mixer_groups" in sizes:
         sizes["mixer_heads"] = sizes["mixer_groups"] * sizes["group_heads"]
@@ -215,8 +207,6 @@ def _original_sizes(family: Family, config: HFConfig) -> dict[str, int]:
     elif "mixer_channels" in sizes:
         # The channels of Mamba are a multiple of the width.
         sizes = {"heads": sizes["embed"], "head_dim": 1} | sizes
-    if "heads" not in sizes:
-        raise _cannot_scale_error(f"{family.name} has no attention heads to scale by")
     return {"head_dim": sizes["embed"] // sizes["heads"]} | sizes
 
 
