@@ -25,7 +25,6 @@ from prepcli.commands.demo.run import (
     MARKER,
     REPORT,
     UNBROKEN_RUN,
-    CommandError,
     DemoStep,
     StepReport,
     demo_steps,
@@ -255,7 +254,7 @@ def test_demo_names_the_folder_of_a_full_disk(
     full_disks(monkeypatch, folder)
     for error in (
         OSError(errno.ENOSPC, "No space left on device"),
-        CommandError("prep train ended with 1", "RESOURCE_EXHAUSTED: writing failed"),
+        PrepError("prep train ended with 1", "RESOURCE_EXHAUSTED: writing failed"),
     ):
         report = demo(out, make_ui(), [failing_step(error)])
         assert report.error is not None
