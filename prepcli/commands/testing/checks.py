@@ -113,18 +113,14 @@ class Check:
 
     Attributes:
         name: Name in the table.
-        run: Returns a figure for the table. Raises SkippedCheckError if it cannot run, FailedCheckError if it
-            fails. Any other exception is a failure too.
+        run: Returns a figure for the table. Raises SkippedCheckError if it cannot run. Any other exception is a
+            failure, of which a PrepError is the reason alone.
         needs_torch: Whether the check compares with transformers.
     """
 
     name: str
     run: Callable[[FamilyUnderTest], str]
     needs_torch: bool = True
-
-
-class FailedCheckError(AssertionError):
-    """Raised by a check that fails, with the reason."""
 
 
 class SkippedCheckError(Exception):
@@ -303,7 +299,7 @@ def run_checks(subject: FamilyUnderTest, checks: Sequence[Check]) -> Iterator[Ch
             result = CheckResult(check.name, "passed", check.run(subject))
         except SkippedCheckError as skipped:
             result = CheckResult(check.name, "skipped", str(skipped))
-        except (FailedCheckError, PrepError) as failure:
+        except PrepError as failure:
             result = CheckResult(check.name, "failed", str(failure))
         except Exception as error:
             # A mistake in a family can raise anything.
@@ -329,10 +325,7 @@ def check_round_trip(subject: FamilyUnderTest) -> str:
     init = subject.convert(save_init, subject.folder, "written-init")
     back = subject.convert(export, init, "written-back")
     tensors = read_checkpoint(back)
-    only_one = sorted(tensors.keys() ^ subject.tensors.keys())
-    _require(not only_one, f"tensors in only one checkpoint: {only_one}")
-    changed = _changed_names(subject.tensors, tensors)
-    _require(not changed, f"{changed} changed")
+    _require_same(subject.tensors, tensors)
     verification = verify(subject.convert(save_init, back, "written-again"), init)
     _require(verification.is_equal, f"{[*verification.differences[:4]]} changed")
     return f"{sum(tensor.size for tensor in tensors.values()):,} equal"
@@ -341,11 +334,7 @@ def check_round_trip(subject: FamilyUnderTest) -> str:
 def check_params(subject: FamilyUnderTest) -> str:
     """Compare the parameters that prep loads with the tensors of the file, transposed and stacked by NumPy."""
     loaded = flatten_tree(load_params(subject.folder))
-    expected = flatten_tree(subject.params)
-    only_one = sorted(loaded.keys() ^ expected.keys())
-    _require(not only_one, f"leaves in only one tree: {only_one}")
-    changed = _changed_names(expected, loaded)
-    _require(not changed, f"{changed} differs")
+    _require_same(flatten_tree(subject.params), loaded)
     return count_text(len(loaded), "leaf", "leaves")
 
 
@@ -538,23 +527,22 @@ def check_same_checkpoint(saved: Path, exported: Path) -> str:
 
 
 def _require(condition: object, reason: str) -> None:
-    """Raise FailedCheckError with the reason unless the condition holds.
-
-    `python -O` would skip an assertion.
-    """
+    """Raise PrepError with the reason unless the condition holds. `python -O` would skip an assertion."""
     if not condition:
-        raise FailedCheckError(reason)
+        raise PrepError(reason)
 
 
-def _changed_names(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> str:
-    """Return the names of the first arrays that differ in a bit, in their dtype or in their shape."""
+def _require_same(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
+    """Require arrays of equal names, bits, dtypes and shapes."""
+    only_one = sorted(expected.keys() ^ actual.keys())
+    _require(not only_one, f"in only one of both: {', '.join(only_one[:4])}")
     changed: list[str] = []
     for name, value in expected.items():
         before, after = np.asarray(value), np.asarray(actual[name])
         has_same_form = before.dtype == after.dtype and before.shape == after.shape
         if not has_same_form or before.tobytes() != after.tobytes():
             changed.append(name)
-    return ", ".join(changed[:4])
+    _require(not changed, f"{', '.join(changed[:4])} changed")
 
 
 def _check_tolerance(error: float, tolerance: float, name: str = "") -> str:
