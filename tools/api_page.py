@@ -78,7 +78,7 @@ def api_page() -> str:
     for value in _classes_of(results):
         parts.append(_options_class(value) if is_typeddict(value) else _result_class(value))
     types = [value for value in public if isinstance(value, type) and _is_other_type(value)]
-    parts += ["## Types\n", *(f"### `{value.__name__}`\n\n{_docstring(value)}" for value in types)]
+    parts += ["## Types\n", *(f"{_heading(value)}{_docstring(value)}" for value in types)]
     errors = [value for value in public if isinstance(value, type) and issubclass(value, Exception)]
     parts += ["## Errors\n", *(_error_class(value) for value in errors)]
     parts += [
@@ -111,8 +111,12 @@ def _classes_of(module: Any) -> Iterator[type]:
             yield value
 
 
+def _heading(value: Any) -> str:
+    return f"### `{value.__name__}`\n\n"
+
+
 def _function(function: Callable[..., Any]) -> str:
-    return f"### `{function.__name__}`\n\n```python\n{_signature(function)}\n```\n\n{_docstring(function)}"
+    return f"{_heading(function)}```python\n{_signature(function)}\n```\n\n{_docstring(function)}"
 
 
 def _signature(function: Callable[..., Any]) -> str:
@@ -135,18 +139,31 @@ def _signature(function: Callable[..., Any]) -> str:
 
 def _options_class(cls: Any) -> str:
     """Return the section of a TypedDict: its own keys, and the groups of options that it includes."""
-    (definition,) = [
-        node for node in ast.parse(inspect.getsource(cls)).body if isinstance(node, ast.ClassDef)
-    ]
-    fields = [node for node in definition.body if isinstance(node, ast.AnnAssign)]
+    fields, included = _fields_and_groups(cls)
     keys = [f"{ast.unparse(node.target)}: {_type_text(node.annotation)}" for node in fields]
-    included = [ast.unparse(base) for base in definition.bases if ast.unparse(base) != "TypedDict"]
     more = f"\nIncludes {', '.join(f'`{name}`' for name in included)}.\n" if included else ""
     names = {ast.unparse(node.target) for node in fields}
     specs = option_specs(cls).items()
     docs = "".join(f"- {spec.reference(name)}\n" for name, spec in specs if name in names)
     described = f"\n**Attributes:**\n\n{docs}" if docs else ""
-    return f"### `{cls.__name__}`\n\n{_docstring(cls)}{described}\n{_fields_block(keys)}\n{more}"
+    return f"{_heading(cls)}{_docstring(cls)}{described}\n{_fields_block(keys)}\n{more}"
+
+
+def _fields_and_groups(cls: Any) -> tuple[list[ast.AnnAssign], list[str]]:
+    """Return the keys of a TypedDict, and the public groups that it includes. Keys of other groups are its own."""
+    (definition,) = [
+        node for node in ast.parse(inspect.getsource(cls)).body if isinstance(node, ast.ClassDef)
+    ]
+    fields = [node for node in definition.body if isinstance(node, ast.AnnAssign)]
+    included: list[str] = []
+    for base in map(ast.unparse, definition.bases):
+        if base in prepcli.__all__:
+            included.append(base)
+        elif base != "TypedDict":
+            more_fields, more_groups = _fields_and_groups(getattr(inspect.getmodule(cls), base))
+            fields += more_fields
+            included += more_groups
+    return fields, included
 
 
 def _type_text(annotation: ast.expr) -> str:
@@ -160,7 +177,7 @@ def _type_text(annotation: ast.expr) -> str:
 def _result_class(cls: Any) -> str:
     """Return the section of a result: its fields with their types."""
     fields = [f"{field.name}: {field.type}" for field in dataclasses.fields(cls)]
-    return f"### `{cls.__name__}`\n\n{_fields_block(fields)}\n\n{_docstring(cls)}"
+    return f"{_heading(cls)}{_fields_block(fields)}\n\n{_docstring(cls)}"
 
 
 def _fields_block(fields: Iterable[str]) -> str:
@@ -171,7 +188,7 @@ def _fields_block(fields: Iterable[str]) -> str:
 def _error_class(cls: type[Exception]) -> str:
     base = cls.__bases__[0]
     kind = f"Subclass of `{base.__name__}`.\n\n" if base is not Exception else ""
-    return f"### `{cls.__name__}`\n\n{kind}{_docstring(cls)}"
+    return f"{_heading(cls)}{kind}{_docstring(cls)}"
 
 
 def _docstring(value: Any) -> str:

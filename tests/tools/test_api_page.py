@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
 
 import prepcli
+from prepcli.core.option_spec import option_specs
 from tools.api_page import api_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
@@ -31,6 +33,17 @@ def test_page_has_the_docstring_of_each_public_name(name: str):
     first_line = (value.__doc__ or "").splitlines()[0]
     assert first_line
     assert first_line in section(name)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("Options")])
+def test_page_has_every_option(name: str):
+    """An option is in the section of its class, or of a class that it includes."""
+    texts = [section(name)]
+    for text in texts:
+        _, _, included = text.partition("\nIncludes ")
+        texts += map(section, re.findall(r"`(\w+)`", included))
+    for option in option_specs(getattr(prepcli, name)):
+        assert any(f"\n{option}: " in text for text in texts), option
 
 
 @pytest.mark.parametrize(
