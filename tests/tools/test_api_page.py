@@ -11,6 +11,7 @@ import pytest
 import prepcli
 from prepcli.core.option_spec import option_specs
 from tools.api_page import api_page
+from tools.stability import STABLE
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
 NAMES = [name for name in prepcli.__all__ if name != "__version__"]
@@ -33,6 +34,12 @@ def test_page_has_the_docstring_of_each_public_name(name: str):
     first_line = (value.__doc__ or "").splitlines()[0]
     assert first_line
     assert first_line in section(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_page_has_the_mark_of_each_public_name(name: str):
+    mark = "Stable" if name in STABLE else "Provisional"
+    assert section(name).startswith(f"\n*{mark}.*\n")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("Options")])
