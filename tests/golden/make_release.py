@@ -7,7 +7,7 @@ Run it by hand, once per release, with the Python of an environment that has the
 It uses the release by its commands only. The archive keeps the times of the files, because a resumed command compares
 them. It has
 
-- the sources: `model`, `t5`, `recipe.toml` with `text.txt`, and `pairs.toml` with `pairs.jsonl`,
+- the sources: `model`, `t5`, `recipe.toml` with `documents.jsonl`, and `pairs.toml` with `pairs.jsonl`,
 - the outputs of CONVERSIONS and RUNS, and unfinished ones in `half`,
 - in `reports.json` the fields that each command printed with `--json`, and in `recipes` the recipes of the release.
 """
@@ -66,8 +66,8 @@ mesh = "2,2,2"
 [model]
 path = "init"
 [data]
-type = "text"
-path = "text.txt"
+type = "json"
+path = "documents.jsonl"
 seq_length = 16
 [batch]
 size = 8
@@ -80,8 +80,8 @@ log_every = 1
 every = 3
 """
 PAIRS = RECIPE.replace(
-    'type = "text"\npath = "text.txt"',
-    'type = "json"\npath = "pairs.jsonl"\nfields = "[question], answer"\nsource_length = 8',
+    'path = "documents.jsonl"',
+    'path = "pairs.jsonl"\nfields = "[question], answer"\nsource_length = 8',
 ).replace("init", "t5-init")
 # `prep` in the environment of the release. It ends without a cleanup in place of its sync number N, if N is not 0.
 PROGRAM = """\
@@ -133,16 +133,37 @@ def make_sources() -> None:
     make_checkpoint(Path("t5"), FAMILY_CONFIGS["t5"], **t5_sizes)
     for name in ("model", "t5"):
         write_tokenizer(Path(name))
+    _add_begin_token(Path("model/tokenizer.json"))
     random = np.random.default_rng(1)
     words = [WORDS[number] for number in np.cumsum(random.integers(0, 3, 1000)) % len(WORDS)]
-    Path("text.txt").write_text(" ".join(words))
-    lines: list[str] = []
+    documents: list[str] = []
+    pairs: list[str] = []
     for start in range(0, len(words), 10):
-        question, answer = words[start : start + 4], words[start + 4 : start + 10]
-        lines.append(json.dumps({"question": " ".join(question), "answer": " ".join(answer)}))
-    Path("pairs.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        question = " ".join(words[start : start + 4])
+        answer = " ".join(words[start + 4 : start + 10])
+        documents.append(json.dumps({"text": f"{question} {answer}"}))
+        pairs.append(json.dumps({"question": question, "answer": answer}))
+    Path("documents.jsonl").write_text("\n".join(documents))
+    Path("pairs.jsonl").write_text("\n".join(pairs))
     Path("recipe.toml").write_text(RECIPE)
     Path("pairs.toml").write_text(PAIRS)
+
+
+def _add_begin_token(path: Path) -> None:
+    """Let a tokenizer begin each text with its first token, as those of LLaMA do."""
+    tokenizer = json.loads(path.read_text())
+    begin = {"id": WORDS[0], "ids": [0], "tokens": [WORDS[0]]}
+    text = [
+        {"SpecialToken": {"id": WORDS[0], "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": text,
+        "pair": [*text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {WORDS[0]: begin},
+    }
+    path.write_text(json.dumps(tokenizer))
 
 
 def round_times() -> None:

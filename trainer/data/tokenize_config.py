@@ -324,10 +324,12 @@ class RecordedTokens:
 
         `identify` computes the identity as earlier versions and settings had it.
         """
+        # Runs of version 0.1.0 put no begin token before documents, and their recipes do not say so.
+        begun = dict.fromkeys((add_bos, self.add_bos, False))
         # The simplest causes come first.
         for n_changes in range(len(IdentityChange) + 1):
             for changes in itertools.combinations(IdentityChange, n_changes):
-                for then in dict.fromkeys((add_bos, self.add_bos)):
+                for then in begun:
                     identity = identify(then, changes)
                     if identity in self.identities:
                         return TokenCause(identity, then, changes)

@@ -26,6 +26,7 @@ from prepcli.restore.item_reader import ItemReader
 from prepcli.sources.source import AVERAGE_SLOT
 from prepcli.stores.files import not_regular_error
 from prepcli.stores.paths import create_temporary_folder
+from trainer.data.columns import TEXT_COLUMN
 from trainer.data.tokenize_config import restart_hint
 from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.data_table import SOURCE_PATHS, SOURCES_KEY
@@ -33,6 +34,7 @@ from trainer.recipe.key_types import OnResume, change_text
 from trainer.recipe.lr_schedule import changed_fields
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
 from trainer.recipe.tables import keys_of, value_of
+from trainer.recipe.text_fields import PLAIN
 from trainer.run.run import Run
 from trainer.run.run_record import SAMPLES_FILE
 from trainer.run.start import StartCheckpoint
@@ -256,8 +258,14 @@ def changed_keys(recipe_file: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]
     if recipe_file.exists() and not recipe_file.is_file():
         raise not_regular_error(recipe_file)
     earlier_recipe = load_recipe(recipe_file).recipe
+    keys = {*keys_of(earlier_recipe)} & {*keys_of(recipe)}
+    earlier_shape = (earlier_recipe.data.format, earlier_recipe.data.fields)
+    # Version 0.1.0 had no formats, and read the column `text` where a recipe names none. Now the columns decide. The
+    # identity of the tokens shows whether they are those of the run.
+    if recipe.data.has_auto_shape and earlier_shape == (PLAIN, TEXT_COLUMN):
+        keys -= {"data.format", "data.fields"}
     changed: dict[str, tuple[Any, Any]] = {}
-    for key in sorted({*keys_of(earlier_recipe)} & {*keys_of(recipe)}):
+    for key in sorted(keys):
         before = value_of(earlier_recipe, key)
         now = value_of(recipe, key)
         if before != now:
