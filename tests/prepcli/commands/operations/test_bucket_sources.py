@@ -140,7 +140,7 @@ FORMATS = {
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("name", slow_except(FORMATS, ("torch", "gguf", "flax", "easylm", "dcp")))
+@pytest.mark.parametrize("name", slow_except(FORMATS, ("torch", "gguf")))
 def test_every_format_is_read_from_a_bucket(site: StoreSite, name: str):
     source, *options = FORMATS[name]
     for path in (source, *(["easylm-config"] if "--config" in options else [])):
@@ -173,7 +173,7 @@ def test_transformers_does_not_load_a_url(site: StoreSite):
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("name", ["models/m", "init"])
+@pytest.mark.parametrize("name", slow_except(["models/m", "init"], ["init"]))
 def test_lock_of_a_bucket_has_no_digests_of_its_weight_files(
     site: StoreSite, home: Path, name: str
 ):
@@ -270,6 +270,7 @@ def restored_bytes(item: Path) -> dict[str, bytes]:
     return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.usefixtures("small_objects")
 @pytest.mark.parametrize("count", slow_except([1, 2], [2]))
@@ -339,7 +340,7 @@ def store(monkeypatch: MonkeyPatch) -> Iterator[FakeObjectStore]:
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("case", slow_except(CASES, ("maxtext gemma3", "torchtitan gpt_oss")))
+@pytest.mark.parametrize("case", slow_except(CASES, ("maxtext gemma3",)))
 def test_output_for_a_trainer_in_a_bucket_returns(store: FakeObjectStore, case: str):
     layout, model = CASES[case]
     tensors = make_checkpoint(Path("model"), MODELS[model], "bfloat16")
@@ -356,7 +357,7 @@ def test_output_for_a_trainer_in_a_bucket_returns(store: FakeObjectStore, case: 
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("case", slow_except(CASES, ("maxtext gemma3", "torchtitan gpt_oss")))
+@pytest.mark.parametrize("case", slow_except(CASES, ("torchtitan gpt_oss",)))
 def test_changed_byte_of_a_bucket_is_found(store: FakeObjectStore, case: str):
     layout, model = CASES[case]
     make_checkpoint(Path("model"), MODELS[model], "bfloat16")

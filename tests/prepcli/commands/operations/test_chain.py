@@ -27,6 +27,7 @@ from tests.helpers.object_server import use_objects
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.range_server import serve_ranges
 from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_json, run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import read_tensors
 from tests.helpers.training_folder import make_training_folder
 
@@ -116,7 +117,7 @@ def test_merge_has_the_links_of_base_and_adapter(chain: Path):
     ]
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", slow_except(FOLDERS, ["init", STEP, "adapter"]))
 def test_flipped_bit_breaks_the_link_of_its_checkpoint(chain: Path, folder: str):
     flip_used_bit(largest_file(folder))
     output = "merged" if folder in FOLDERS[5:] else "hf"
@@ -127,7 +128,7 @@ def test_flipped_bit_breaks_the_link_of_its_checkpoint(chain: Path, folder: str)
     assert ends(broken) == (("padded", "tiny") if folder == "tiny" else (folder, ""))
 
 
-@pytest.mark.parametrize("folder", FOLDERS[1:])
+@pytest.mark.parametrize("folder", slow_except(FOLDERS[1:], ["init", STEP]))
 def test_flipped_digest_breaks_the_link_of_its_checkpoint(chain: Path, folder: str):
     with changed_manifest(Path(folder)) as manifest:
         record = next(iter(manifest["tensors"].values()))
@@ -154,7 +155,10 @@ def test_swapped_file_breaks_the_link_of_its_checkpoint(chain: Path):
     assert (ends(broken), broken.status) == (("init", "padded"), "failed")
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "name",
+    slow_except(["tokenizer.json", "config.json", "generation_config.json"], ["tokenizer.json"]),
+)
 def test_changed_settings_of_the_first_model_break_its_link(chain: Path, name: str):
     path = chain / "tiny" / name
     path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 1e-3}))
@@ -164,7 +168,7 @@ def test_changed_settings_of_the_first_model_break_its_link(chain: Path, name: s
     assert name in broken.reason
 
 
-@pytest.mark.parametrize("folder", ["padded", "init", STEP])
+@pytest.mark.parametrize("folder", slow_except(["padded", "init", STEP], ["init"]))
 def test_changed_tokenizer_of_an_output_breaks_its_link(chain: Path, folder: str):
     path = next(Path(folder).rglob("tokenizer.json"))
     path.write_text(path.read_text().replace("w7", "w8"))
@@ -185,6 +189,7 @@ def test_swapped_start_model_breaks_the_link_of_the_step(chain: Path):
     assert broken.reason.startswith("the manifest of init is ")
 
 
+@pytest.mark.slow
 def test_step_of_another_run_breaks_the_link_of_the_export(chain: Path):
     recipe = Path("recipe.toml").read_text().replace("seed = 3", "seed = 4")
     Path("other.toml").write_text(recipe)
@@ -196,7 +201,10 @@ def test_step_of_another_run_breaks_the_link_of_the_export(chain: Path):
     assert (ends(broken), broken.status) == (("hf", STEP), "failed")
 
 
-@pytest.mark.parametrize(("folder", "output"), [("padded", "init"), ("init", STEP), (STEP, "hf")])
+@pytest.mark.parametrize(
+    ("folder", "output"),
+    slow_except([("padded", "init"), ("init", STEP), (STEP, "hf")], [("init", STEP)]),
+)
 def test_edited_manifest_breaks_the_link_of_the_next_output(chain: Path, folder: str, output: str):
     with changed_manifest(Path(folder)) as manifest:
         manifest["request"] += " --overwrite"
@@ -289,6 +297,7 @@ def test_start_without_manifest_is_proven_by_its_first_rows_only(chain: Path):
     assert prep.verify_chain("runs/direct/3").links[0].status == "failed"
 
 
+@pytest.mark.slow
 def test_random_start_begins_the_chain(chain: Path):
     recipe = Path("recipe.toml").read_text()
     lines = 'init = "random"\nconfig = "padded"\n'
@@ -331,7 +340,7 @@ CONVERSIONS = {
 }
 
 
-@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize("name", slow_except(CONVERSIONS, ["hf-flax", "verbatim", "layers"]))
 def test_conversion_is_proven_by_its_digests(chain: Path, name: str):
     run_ok(*CONVERSIONS[name], "--out", name)
     proof = prep.verify_chain(name)
@@ -374,7 +383,7 @@ def test_changed_config_of_a_verbatim_conversion_breaks_the_link(chain: Path):
     assert "`rms_norm_eps`" in broken.reason
 
 
-@pytest.mark.parametrize("choice", ["keep", "dequantize"])
+@pytest.mark.parametrize("choice", slow_except(["keep", "dequantize"], ["keep"]))
 def test_decoded_values_are_not_shown(chain: Path, choice: Literal["keep", "dequantize"]):
     make_quantized(Path("q"), "fp8")
     prep.save_init("q", "q-init", quantized=choice)
@@ -434,7 +443,9 @@ def test_checkpoint_without_manifest_has_no_chain(chain: Path):
     assert prep.verify_chain("padded")
 
 
-@pytest.mark.parametrize("stream", [[], ["--stream"]], ids=["download", "stream"])
+@pytest.mark.parametrize(
+    "stream", slow_except([[], ["--stream"]], [[]]), ids=["download", "stream"]
+)
 def test_model_of_the_hub_is_read_at_its_recorded_commit(chain: Path, stream: list[str]):
     files = {path.name: path.read_bytes() for path in Path("tiny").iterdir()}
     weights = [name for name in files if name.endswith(".safetensors")]
@@ -511,19 +522,26 @@ def test_config_file_that_differs_from_the_manifest_breaks_the_link(chain: Path)
 
 @pytest.mark.parametrize(
     ("folder", "fields", "holds"),
-    [
-        ("merged", {"merged": "adapter"}, True),
-        ("merged", {"merged": {"adapter": 3}}, True),
-        ("init", {"source": "padded"}, False),
-        (STEP, {"origin": {"name": 5}}, False),
-        # The tensors of the base are not all in the merged model.
-        ("merged", {"origin": {"manifest": [1]}}, False),
-        # Without the malformed entry, the digests of all tensors and the other entries still prove the link.
-        ("init", {"origin": {"name": {}, "commit": 3, "manifest": 1.5}}, True),
-        ("init", {"request": "prep save-init 'padded"}, True),
-        (STEP, {"recipe": "= ["}, True),
-        (STEP, {"recipe": "data = 3"}, True),
-    ],
+    slow_except(
+        [
+            ("merged", {"merged": "adapter"}, True),
+            ("merged", {"merged": {"adapter": 3}}, True),
+            ("init", {"source": "padded"}, False),
+            (STEP, {"origin": {"name": 5}}, False),
+            # The tensors of the base are not all in the merged model.
+            ("merged", {"origin": {"manifest": [1]}}, False),
+            # Without the malformed entry, the digests of all tensors and the other entries still prove the link.
+            ("init", {"origin": {"name": {}, "commit": 3, "manifest": 1.5}}, True),
+            ("init", {"request": "prep save-init 'padded"}, True),
+            (STEP, {"recipe": "= ["}, True),
+            (STEP, {"recipe": "data = 3"}, True),
+        ],
+        [
+            ("merged", {"merged": "adapter"}, True),
+            ("init", {"source": "padded"}, False),
+            ("init", {"origin": {"name": {}, "commit": 3, "manifest": 1.5}}, True),
+        ],
+    ),
 )
 def test_malformed_manifest_has_no_traceback(
     chain: Path, capsys: Capture, folder: str, fields: dict[str, object], holds: bool

@@ -21,6 +21,7 @@ import prepcli as prep
 from prepcli.commands.cli.main import main
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.run_cli import Capture, error_lines, run_json
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from tests.helpers.waiting import MAX_S, wait_until_asleep
@@ -239,7 +240,9 @@ def chat_in_terminal(*words: str) -> Iterator[tuple[Terminal, subprocess.Popen[b
         os.close(user)
 
 
-@pytest.mark.parametrize("end", ["\x04", "/exit\n"], ids=["ctrl_d", "exit"])
+@pytest.mark.parametrize(
+    "end", slow_except(["\x04", "/exit\n"], ["/exit\n"]), ids=["ctrl_d", "exit"]
+)
 def test_terminal_shows_a_conversation(work_dir: Path, end: str):
     with chat_in_terminal("--max-new-tokens", "4") as (terminal, process):
         terminal.read_until("/reset")
@@ -272,6 +275,7 @@ def test_interrupt_stops_an_answer_and_not_the_chat(work_dir: Path):
         assert process.wait(MAX_S) == 130
 
 
+@pytest.mark.slow
 def test_stop_signal_ends_a_chat(work_dir: Path):
     with chat_in_terminal("--max-new-tokens", "4000") as (terminal, process):
         terminal.read_until("> ")

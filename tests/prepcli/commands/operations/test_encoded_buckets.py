@@ -15,6 +15,7 @@ from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.orbax_chunks import unplaced_array
 from tests.helpers.orbax_items import random_array
 from tests.helpers.run_cli import run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.store_sites import StoreSite, read_files
 from tests.helpers.tiny_checkpoints import (
     GPT_NEO,
@@ -65,10 +66,10 @@ def test_commands_read_a_compressed_init_from_a_bucket(site: StoreSite, home: Pa
 @pytest.mark.parametrize(
     "words",
     [
-        ("--layout", "hf"),
+        pytest.param(("--layout", "hf"), marks=pytest.mark.slow),
         ("--layout", "maxtext"),
-        ("--layout", "levanter"),
-        ("--layout", "torchtitan"),
+        pytest.param(("--layout", "levanter"), marks=pytest.mark.slow),
+        pytest.param(("--layout", "torchtitan"), marks=pytest.mark.slow),
         ("--format", "dcp"),
     ],
 )
@@ -97,7 +98,14 @@ def test_damaged_compressed_chunk_in_a_bucket_is_found(site: StoreSite, home: Pa
     assert "bucket/init" in report["error"]["what"], report
 
 
-@pytest.mark.parametrize("words", [(), ("--chain",), ("m",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        pytest.param(("--chain",), marks=pytest.mark.slow),
+        pytest.param(("m",), marks=pytest.mark.slow),
+    ],
+)
 def test_damaged_checksum_file_in_a_bucket_is_named(
     site: StoreSite, home: Path, words: tuple[str, ...]
 ):
@@ -127,7 +135,7 @@ def test_every_storage_form_is_read_from_a_bucket(site: StoreSite):
         assert (report["ok"], report.get("differences")) == (True, []), (form, report)
 
 
-@pytest.mark.parametrize("zarr3", [False, True])
+@pytest.mark.parametrize("zarr3", slow_except([False, True], [True]))
 @pytest.mark.parametrize("ocdbt", [False, True])
 def test_items_of_orbax_are_loaded_from_a_bucket(site: StoreSite, zarr3: bool, ocdbt: bool):
     tree = {"weight": random_array("bfloat16", (64, 48), 1), "layer": {"bias": np.arange(24.0)}}

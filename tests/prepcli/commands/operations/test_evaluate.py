@@ -198,7 +198,7 @@ def test_perplexity_equals_transformers(work_dir: Path, capsys: Capture):
     assert report["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
 
 
-@pytest.mark.parametrize("stride", [5, LENGTH])
+@pytest.mark.parametrize("stride", slow_except([5, LENGTH], [LENGTH]))
 def test_strided_perplexity_equals_transformers(work_dir: Path, capsys: Capture, stride: int):
     """The loop of the page "Perplexity of fixed-length models", with the exact number of targets per window."""
     torch = pytest.importorskip("torch")

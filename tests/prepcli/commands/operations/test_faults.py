@@ -78,9 +78,9 @@ FAILING_CALLS = [
 
 
 def is_fast_failing_call(case: tuple[str, str, int, int]) -> bool:
-    """Return whether the default suite has the case: all of save-init, and each error late in every command."""
+    """Return whether the default suite has the case: each error late in save-init, and a late write of each command."""
     name, call, number, first = case
-    return name == "save-init" or (first == 7 and (call, number) != ("pwritev", errno.EDQUOT))
+    return first == 7 and (name == "save-init" or (call, number) == ("pwritev", errno.EIO))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_failing_reads_and_writes_are_reported(
     check_resumes(name, expected)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", slow_except(COMMANDS, ["save-init"]))
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_short_reads_and_writes_are_completed(
     sources: FaultSources, monkeypatch, name: str, call: str
@@ -120,7 +120,7 @@ def test_short_reads_and_writes_are_completed(
         check_resumes(name, expected)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", slow_except(COMMANDS, ["save-init"]))
 def test_truncated_source_is_reported(sources: FaultSources, capsys, monkeypatch, name: str):
     expected = sources.expected(COMMANDS[name])
     with monkeypatch.context() as patched:
@@ -132,7 +132,7 @@ def test_truncated_source_is_reported(sources: FaultSources, capsys, monkeypatch
     check_resumes(name, expected)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", slow_except(COMMANDS, ["save-init"]))
 @pytest.mark.parametrize("call", ["fdatasync", "fsync"])
 def test_failing_sync_is_reported(sources: FaultSources, capsys, monkeypatch, name: str, call: str):
     expected = sources.expected(COMMANDS[name])
@@ -166,7 +166,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", tmp_path / "disk"], check=True)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", slow_except(COMMANDS, ["save-init"]))
 def test_disk_that_fills_up_is_reported(
     sources: FaultSources, capsys, monkeypatch, disk: Path, name: str
 ):
@@ -254,7 +254,7 @@ GONE = {
 }
 
 
-@pytest.mark.parametrize("gone", GONE)
+@pytest.mark.parametrize("gone", slow_except(GONE, ["the folder", "a data file"]))
 @pytest.mark.parametrize("name", slow_except(["save-init", "reshard"], ["save-init"]))
 def test_removed_output_is_reported(
     sources: FaultSources, capsys, monkeypatch, name: str, gone: str
@@ -315,7 +315,9 @@ def shard() -> Path:
     return sorted(Path("model").glob("*.safetensors"))[0]
 
 
-@pytest.mark.parametrize("change", [rewrite_file, append_byte, Path.unlink])
+@pytest.mark.parametrize(
+    "change", slow_except([rewrite_file, append_byte, Path.unlink], [rewrite_file, Path.unlink])
+)
 def test_source_change_while_reading_is_an_error(
     capsys, monkeypatch, change: Callable[[Path], object]
 ):
@@ -325,7 +327,9 @@ def test_source_change_while_reading_is_an_error(
     assert re.search(r"error: (cannot read or write )?\S*model-00001-of-0000\d.safetensors", err)
 
 
-@pytest.mark.parametrize("change", [rewrite_file, append_byte, change_header])
+@pytest.mark.parametrize(
+    "change", slow_except([rewrite_file, append_byte, change_header], [rewrite_file])
+)
 def test_source_change_between_runs_is_an_error(
     capsys, monkeypatch, change: Callable[[Path], object]
 ):
@@ -364,7 +368,7 @@ def test_torn_note_yields_the_same_output(sources: FaultSources, monkeypatch, na
 
 
 @pytest.mark.parametrize("torn", ["run.json", "source.json"])
-@pytest.mark.parametrize("text", slow_except(["", "{", "[]", "{}"], ["", "{}"]))
+@pytest.mark.parametrize("text", slow_except(["", "{", "[]", "{}"], ["{}"]))
 def test_torn_run_files_require_restart(
     sources: FaultSources, capsys, monkeypatch, torn: str, text: str
 ):

@@ -109,6 +109,7 @@ def cached_file_names(home: Path) -> list[str]:
 SAVE_INIT = ("save-init", "o/good", "--mesh", "1,2,2", "--pad-vocab", "8")
 
 
+@pytest.mark.slow
 def test_stream_with_network_faults_equals_local(files, tmp_path: Path):
     faults = FaultInjector(0.3, seed=11)
     with serve_site(files, tmp_path, faults, lasts=9) as site:
@@ -208,7 +209,9 @@ def test_unreachable_hub_is_an_error(files, tmp_path: Path):
     assert error["why"] == f"the hub cannot be reached at HF_ENDPOINT={site.hub.url}"
 
 
-@pytest.mark.parametrize("source", ["torch-sharded", "meta", "flax-sharded"])
+@pytest.mark.parametrize(
+    "source", slow_except(["torch-sharded", "meta", "flax-sharded"], ["torch-sharded"])
+)
 def test_streamed_format_has_the_bytes_of_a_downloaded_one(tmp_path: Path, source: str):
     provide(source)
     repo = FakeRepo({path.name: path.read_bytes() for path in Path(source).iterdir()})
@@ -259,7 +262,7 @@ def test_missing_file_error_names_the_model(files, tmp_path: Path):
     assert "prep-remote" not in json.dumps(error)
 
 
-@pytest.mark.parametrize("options", [(), ("--stream",)])
+@pytest.mark.parametrize("options", [pytest.param((), marks=pytest.mark.slow), ("--stream",)])
 def test_hub_files_of_an_output_are_checked(tmp_path: Path, options: tuple[str, ...]):
     make_checkpoint(tmp_path / "m")
     (tmp_path / "m/LICENSE").write_text("listed, but not downloaded")
@@ -397,6 +400,7 @@ def test_push_replaces_weights_and_keeps_other_files(init: Path, tmp_path: Path)
     assert "model.safetensors" not in remote_files
 
 
+@pytest.mark.slow
 def test_push_keeps_weights_of_another_format(init: Path, tmp_path: Path):
     old = {
         "flax_model.msgpack": b"old",

@@ -27,6 +27,7 @@ from prepcli.sources.aliases import ALIASES
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_ok
 from tests.helpers.run_inspect import SMALL_LLAMA, make_model_and_init
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors
 from tests.helpers.towers import write_model
 
@@ -44,7 +45,7 @@ def shards(capsys: Capture, folder: str, leaf: str, *words: str) -> dict[str, An
     return inspect_json(capsys, folder, "--shards", leaf, "--mesh", "1,2,2", *words)["shards"]
 
 
-@pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "nf4"])
+@pytest.mark.parametrize("method", slow_except(["fp8", "gptq", "awq", "nf4"], ["fp8", "nf4"]))
 def test_stats_of_decoded_weights_are_those_of_the_values(method: str, capsys: Capture):
     values = make_quantized(Path("m"), method)
     tensors = inspect_json(capsys, "./m", "--stats", *DECODE)["tensors"]
@@ -57,7 +58,7 @@ def test_stats_of_decoded_weights_are_those_of_the_values(method: str, capsys: C
         assert statistics["max"] == expected.max()
 
 
-@pytest.mark.parametrize("method", ["fp8", "gptq"])
+@pytest.mark.parametrize("method", slow_except(["fp8", "gptq"], ["fp8"]))
 def test_shards_of_decoded_weights_are_those_of_the_init(method: str, capsys: Capture):
     make_quantized(Path("m"), method)
     prep.save_init("./m", "init", quantized="dequantize")
@@ -82,7 +83,7 @@ def test_scales_of_decoded_weights_are_whole(capsys: Capture):
     assert scales["copies"] == 4
 
 
-@pytest.mark.parametrize("model_type", ["llava", "qwen3_vl"])
+@pytest.mark.parametrize("model_type", slow_except(["llava", "qwen3_vl"], ["llava"]))
 def test_shards_of_towers_are_the_chunks_of_the_init(model_type: str, capsys: Capture):
     write_model(model_type)
     run_ok("save-init", "./m", "--mesh", "1,2,2", "--pad-vocab", "auto", "--out", "init")
@@ -342,7 +343,7 @@ def first_words(lines: list[str]) -> set[str]:
     return {line.split()[0] for line in lines if line.strip()}
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", slow_except(WIDTHS, WIDTHS[:1]))
 @pytest.mark.parametrize("option", [(), ("--stats",)])
 def test_inspect_shows_whole_names(
     monkeypatch: MonkeyPatch, model: Path, option: tuple[str, ...], width: int
@@ -352,7 +353,7 @@ def test_inspect_shows_whole_names(
     assert set(read_tensors(model)) <= first_words(lines)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", slow_except(WIDTHS, WIDTHS[:1]))
 def test_inspect_of_an_init_fits_the_terminal(
     monkeypatch: MonkeyPatch, model: Path, width: int
 ) -> None:
@@ -363,27 +364,27 @@ def test_inspect_of_an_init_fits_the_terminal(
     assert {"params.embed.tokens", "params.layers.attn.q.weight"} <= first_words(lines)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", slow_except(WIDTHS, WIDTHS[:1]))
 def test_inspect_tree_shows_whole_names(monkeypatch: MonkeyPatch, model: Path, width: int) -> None:
     monkeypatch.chdir(model.parent)
     lines = run_in_terminal(monkeypatch, width, "inspect", "model", "--tree")
     assert {"attn.attention", "q_proj.weight", "wte.weight"} <= first_words(lines)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", slow_except(WIDTHS, WIDTHS[:1]))
 def test_models_shows_whole_aliases_and_hub_ids(monkeypatch: MonkeyPatch, width: int) -> None:
     lines = run_in_terminal(monkeypatch, width, "models")
     words = {word for line in lines for word in line.split()}
     assert {alias.name for alias in ALIASES} | {alias.hub_id for alias in ALIASES} <= words
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", slow_except(WIDTHS, WIDTHS[:1]))
 def test_recipes_shows_whole_names(monkeypatch: MonkeyPatch, width: int) -> None:
     lines = run_in_terminal(monkeypatch, width, "recipes")
     assert {path.stem for path in recipes_folder().glob("*.toml")} <= first_words(lines)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", slow_except(WIDTHS, WIDTHS[:1]))
 def test_plan_fits_the_terminal(monkeypatch: MonkeyPatch, width: int) -> None:
     lines = run_in_terminal(monkeypatch, width, "plan", "llama-7b-32k")
     assert any("A100-80" in line for line in lines)

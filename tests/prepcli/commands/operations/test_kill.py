@@ -131,6 +131,7 @@ def _state(pid: int) -> str:
     return text.rpartition(")")[2].split()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize(
     "name",
@@ -171,7 +172,10 @@ def test_resume_does_not_write_durable_bytes_again(setup: KillSetup):
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    slow_except([(signal.SIGTERM, 75), (signal.SIGINT, 130)], [(signal.SIGINT, 130)]),
+)
 def test_signal_exits_with_its_code_and_a_hint_to_resume(
     setup: KillSetup, number: signal.Signals, code: int
 ):
@@ -385,6 +389,7 @@ def check_second_runs(site: Site, name: str, points: Iterable[int]) -> None:
         shutil.rmtree(out)
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize("number", slow_except([3, 6], [3]))
 def test_second_run_at_some_changes_leaves_one_output(site: Site, number: int):
@@ -466,6 +471,7 @@ def check_bucket_kills(site: Site, store: FakeObjectStore, name: str, num_points
         store.objects.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize(
     ("name", "number"),

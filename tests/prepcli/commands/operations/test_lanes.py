@@ -22,6 +22,7 @@ from tests.helpers.damage import tensor_byte_ranges
 from tests.helpers.faults import COMMANDS, FaultSources, run_until_killed
 from tests.helpers.killing import read_files
 from tests.helpers.run_cli import run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.prepcli.commands.operations.test_faults import fail_calls, run_failing_command
 from tests.prepcli.restore.test_checked_reads import flip_bit
 
@@ -48,7 +49,11 @@ def lane_counts(sources: FaultSources, monkeypatch: pytest.MonkeyPatch) -> list[
     return counts
 
 
-@pytest.mark.parametrize("command", [*COMMANDS.values(), CAST], ids=[*COMMANDS, "cast"])
+@pytest.mark.parametrize(
+    "command",
+    [*slow_except(COMMANDS.values(), [COMMANDS["export"]]), CAST],
+    ids=[*COMMANDS, "cast"],
+)
 def test_lanes_write_the_bytes_of_one_pipeline(
     sources: FaultSources, lane_counts: list[int], command: Sequence[str]
 ):
@@ -57,7 +62,11 @@ def test_lanes_write_the_bytes_of_one_pipeline(
     assert read_files(Path("out")) == sources.expected(command)
 
 
-@pytest.mark.parametrize("command", [COMMANDS["export"], CAST], ids=["export", "cast"])
+@pytest.mark.parametrize(
+    "command",
+    [COMMANDS["export"], pytest.param(CAST, marks=pytest.mark.slow)],
+    ids=["export", "cast"],
+)
 def test_killed_lanes_are_resumed(
     sources: FaultSources,
     lane_counts: list[int],
@@ -81,7 +90,7 @@ def flip_written_bytes(partial: Path) -> None:
             flip_bit(path, path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize("call", slow_except(["preadv", "pwritev"], ["pwritev"]))
 def test_error_of_one_lane_ends_the_others(
     sources: FaultSources,
     lane_counts: list[int],

@@ -32,6 +32,7 @@ from tests.helpers.adapters import make_adapter
 from tests.helpers.manifests import changed_manifest, remove_file_records
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_json, run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -141,7 +142,9 @@ def test_locked_source_is_accepted(model: Path, name: str):
     assert CONVERSIONS[name](model, lock="m.lock.json")
 
 
-@pytest.mark.parametrize("name", ["pad_vocab", "save_init", "load_params"])
+@pytest.mark.parametrize(
+    "name", slow_except(["pad_vocab", "save_init", "load_params"], ["save_init"])
+)
 def test_changed_weight_is_refused_while_it_is_read(model: Path, name: str):
     change_last_value(model, EMBEDDING)
     with pytest.raises(DamagedError, match="is damaged"):
@@ -235,7 +238,7 @@ def keep_times(path: Path, change: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-@pytest.mark.parametrize("keeps_times", [False, True])
+@pytest.mark.parametrize("keeps_times", slow_except([False, True], [True]))
 def test_source_that_changes_while_it_is_locked_is_refused(
     model: Path, monkeypatch: MonkeyPatch, name: str, keeps_times: bool
 ):
@@ -365,7 +368,10 @@ def change_config(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("sources")
-@pytest.mark.parametrize("name", ["hf/config.json", "config.json", "init/hf/config.json"])
+@pytest.mark.parametrize(
+    "name",
+    slow_except(["hf/config.json", "config.json", "init/hf/config.json"], ["hf/config.json"]),
+)
 def test_accept_records_changed_config(capsys, name: str):
     change_config(Path("init/hf/config.json"))
     err = run_failing(capsys, FAILED, "verify", "init")

@@ -80,11 +80,11 @@ def check_conversions(source: str, tensors: dict[str, np.ndarray], *more: str) -
 
 
 def is_fast_form(form: StorageForm) -> bool:
-    """Return whether the default suite has the form: all codecs together, with each of the other choices.
+    """Return whether the default suite has the form: no or all codecs, without an unusual place of an index or a chunk.
 
-    `test_read_item_supports_every_storage_form` reads the codecs one by one.
+    `test_read_item_supports_every_storage_form` reads all forms.
     """
-    return len(form.codec_names) != 1
+    return len(form.codec_names) != 1 and form.index_at_end and not form.max_inline_nbytes
 
 
 @pytest.mark.parametrize("form", slow_except(STORAGE_FORMS, is_fast_form), ids=str)
@@ -111,7 +111,10 @@ def is_fast_tree(case: tuple[str, str, bool, int]) -> bool:
     ) % 3 == 0
 
 
-@pytest.mark.parametrize(("family", "root", "scan", "axis"), slow_except(TREES, is_fast_tree))
+@pytest.mark.parametrize(
+    ("family", "root", "scan", "axis"),
+    slow_except(TREES, lambda case: is_fast_tree(case) and case[0] == "llama"),
+)
 def test_native_tree_without_manifest_converts(
     tmp_path: Path, family: str, root: str, scan: bool, axis: int
 ):
@@ -124,8 +127,8 @@ def test_native_tree_without_manifest_converts(
     check_conversions("./item", tensors, "--config", "./model/config.json")
 
 
-@pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("family", slow_except(MODELS, ["llama"]))
+@pytest.mark.parametrize("pieces", slow_except([1, 3], [3]))
 def test_redco_checkpoint_converts(tmp_path: Path, family: str, pieces: int):
     """Parameters of a Flax model next to an optimizer state and a pickle. The pickle is never opened."""
     tensors = make_checkpoint(tmp_path / "model", MODELS[family])
@@ -174,7 +177,7 @@ def test_reshard_reads_foreign_orbax_tree(tmp_path: Path):
     assert_same(exported_tensors("wide"), tensors)
 
 
-@pytest.mark.parametrize("place", ["item", "item/hf", ".", "hf"])
+@pytest.mark.parametrize("place", slow_except(["item", "item/hf", ".", "hf"], ["item/hf", "."]))
 def test_config_is_found_near_the_item(tmp_path: Path, place: str):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
     write_zarr_item(tmp_path / "item", array_metas(native_leaves(LLAMA, tensors, True, 0)), ZSTD)
@@ -303,7 +306,7 @@ CONFIG = ("--config", "model")
 
 
 @pytest.mark.usefixtures("levanter_step")
-@pytest.mark.parametrize("command", ["save-init", "reshard"])
+@pytest.mark.parametrize("command", slow_except(["save-init", "reshard"], ["save-init"]))
 def test_named_layout_is_read(command: str):
     options = ("--mesh", "1,1,1") if command == "reshard" else ()
     run_ok(command, "./step-3", *CONFIG, *LAYOUT, *options, "--out", "init")
@@ -330,7 +333,10 @@ def test_inspect_shows_the_tensors_of_the_model(capsys: Capture):
 
 
 @pytest.mark.usefixtures("levanter_step")
-@pytest.mark.parametrize("command", ["save-init", "reshard", "export", "verify", "inspect"])
+@pytest.mark.parametrize(
+    "command",
+    slow_except(["save-init", "reshard", "export", "verify", "inspect"], ["save-init", "inspect"]),
+)
 def test_contradicting_layout_is_refused(command: str, capsys: Capture):
     options = ("--mesh", "1,1,1") if command == "reshard" else ()
     words = (*CONFIG, "--source-layout", "tunix", *options)

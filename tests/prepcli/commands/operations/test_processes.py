@@ -121,6 +121,7 @@ def test_share_comes_from_the_launchers_variables(setup: KillSetup):
     shutil.rmtree(setup.folder / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(COMMANDS, ["reshard"]))
 def test_processes_survive_kills_at_random_moments(setup: KillSetup, name: str):
     check_killed(setup, name, kills=2, seed=2, launches=SEVERAL_PROCESSES)
@@ -143,6 +144,7 @@ def test_other_process_count_reuses_durable_bytes(setup: KillSetup):
     shutil.rmtree(setup.folder / "out")
 
 
+@pytest.mark.slow
 def test_late_process_keeps_the_published_output(setup: KillSetup):
     wait_for_exit(
         *[
@@ -158,6 +160,7 @@ def test_late_process_keeps_the_published_output(setup: KillSetup):
     shutil.rmtree(setup.folder / "out")
 
 
+@pytest.mark.slow
 def test_source_may_be_deleted_after_the_first_success(setup: KillSetup, monkeypatch: MonkeyPatch):
     expected = setup.expected_files("export")
     shutil.copytree(setup.folder / "init", setup.folder / "deleted")
@@ -189,7 +192,9 @@ def start_stopped_process(setup: KillSetup, out: str, *more: str) -> ForkedProce
     return act_when_durable(setup, "save-init", out, stop, *more)
 
 
-@pytest.mark.parametrize("is_killed", [False, True], ids=["joins", "takes over"])
+@pytest.mark.parametrize(
+    "is_killed", slow_except([False, True], [True]), ids=["joins", "takes over"]
+)
 def test_process_joins_a_running_one_or_takes_its_work_over(setup: KillSetup, is_killed: bool):
     first = start_stopped_process(setup, "out")
     second = start_command(setup, "save-init", "out", *([] if is_killed else ["--restart"]))

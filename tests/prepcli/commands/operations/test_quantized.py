@@ -64,7 +64,7 @@ def test_save_init_names_number_of_decoded_weights(capsys: Capture):
     assert "bfloat16  21 decoded from fp8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["fp8", "gptq", "nf4"])
+@pytest.mark.parametrize("name", slow_except(["fp8", "gptq", "nf4"], ["fp8"]))
 def test_save_init_decodes_to_requested_dtype(name: str):
     values = make_quantized(Path("m"), name)
     prep.save_init("./m", "init", quantized="dequantize", dtype="float32")
@@ -91,7 +91,7 @@ def test_rounded_values_are_counted():
     assert conversion.details["accounting"]["changed_values"] == changed
 
 
-@pytest.mark.parametrize("name", slow_except(FORMATS, ["fp8", "compressed-nvfp4", "awq", "nf4"]))
+@pytest.mark.parametrize("name", slow_except(FORMATS, ["fp8", "awq"]))
 def test_codes_and_scales_are_kept_by_default(name: str):
     make_quantized(Path("m"), name)
     run_ok("save-init", "./m", "--out", "init")
@@ -205,7 +205,7 @@ def test_settings_file_of_earlier_gptq_is_read(capsys: Capture):
     assert "21 quantised weights (gptq)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", slow_except(FORMATS, ["gptq", "nf4"]))
+@pytest.mark.parametrize("name", slow_except(FORMATS, ["nf4"]))
 @pytest.mark.parametrize(
     "options", [{}, {"compress": "zstd", "storage": "files"}], ids=["", "zstd"]
 )
@@ -443,7 +443,9 @@ def read_config(folder: str) -> dict[str, Any]:
     return json.loads(Path(folder, "config.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["fp8", "compressed-int4", "gptq", "nf4"])
+@pytest.mark.parametrize(
+    "name", slow_except(["fp8", "compressed-int4", "gptq", "nf4"], ["compressed-int4"])
+)
 def test_left_over_config_is_ignored(name: str, capsys: Capture):
     config = make_left_over(name)
     assert main(["save-init", "./m", "--out", "init"]) == 0

@@ -82,7 +82,7 @@ def flip_all_bytes(partial: Path) -> None:
         path.write_bytes(bytes(byte ^ 1 if byte else 0 for byte in path.read_bytes()))
 
 
-@pytest.mark.parametrize("name", slow_except(COMMANDS, ("pad-vocab", "export", "compress")))
+@pytest.mark.parametrize("name", slow_except(COMMANDS, ("pad-vocab",)))
 def test_resume_rewrites_flipped_bytes(sources: FaultSources, capsys, monkeypatch, name: str):
     expected, partial = (
         sources.expected(COMMANDS[name]),
@@ -104,7 +104,10 @@ def test_resume_rewrites_flipped_bytes(sources: FaultSources, capsys, monkeypatc
 
 
 @pytest.mark.parametrize("name", slow_except(["save-init", "cast"], ["save-init"]))
-@pytest.mark.parametrize("file", ["done/0", "session", "run.json", "source.json", "lock"])
+@pytest.mark.parametrize(
+    "file",
+    slow_except(["done/0", "session", "run.json", "source.json", "lock"], ["session", "lock"]),
+)
 def test_resume_never_trusts_a_damaged_run_file(
     sources: FaultSources, capsys, monkeypatch, name: str, file: str
 ):
@@ -338,7 +341,9 @@ def test_output_truncated_while_written_is_an_error(
     assert read_files(Path("out")) == expected
 
 
-@pytest.mark.parametrize("step", ["check_data_files", "write_last_files"])
+@pytest.mark.parametrize(
+    "step", slow_except(["check_data_files", "write_last_files"], ["check_data_files"])
+)
 def test_output_change_while_publishing_is_an_error(
     sources: FaultSources, capsys, monkeypatch, step: str
 ):
@@ -398,10 +403,13 @@ def test_source_that_was_swapped_for_a_time_is_compared(
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"digests": {"1000000": "00"}},
-        {"checksums": base64.b64encode(np.array([10**9, 1], "<u8").tobytes()).decode()},
-    ],
+    slow_except(
+        [
+            {"digests": {"1000000": "00"}},
+            {"checksums": base64.b64encode(np.array([10**9, 1], "<u8").tobytes()).decode()},
+        ],
+        [{"digests": {"1000000": "00"}}],
+    ),
 )
 def test_notes_with_unknown_numbers_count_as_none(
     sources: FaultSources, monkeypatch: MonkeyPatch, change: dict[str, object]
@@ -436,7 +444,12 @@ def export_until(function: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [EXPORT, ("verify", "out"), ("save-init", "out", "--out", "other")]
+    "words",
+    [
+        EXPORT,
+        pytest.param(("verify", "out"), marks=pytest.mark.slow),
+        pytest.param(("save-init", "out", "--out", "other"), marks=pytest.mark.slow),
+    ],
 )
 def test_next_command_removes_work_folder_of_killed_run(words: tuple[str, ...]):
     export_until("folder_output.remove_work_folder")

@@ -48,12 +48,7 @@ WIDE: dict[str, dict[str, Any]] = {  # sizes that all meshes divide
 BASES: dict[str, dict[str, Any]] = {"gpt2": GPT2, "gpt_neo": GPT_NEO, "llama": LLAMA}
 DTYPES = ("float32", "float16", "bfloat16")
 FORMS = [(name, dtype, tied) for name in BASES for dtype in DTYPES for tied in (True, False)]
-FAST_FORMS = [
-    ("gpt2", "bfloat16", False),
-    ("gpt_neo", "float16", True),
-    ("llama", "bfloat16", True),
-    ("llama", "float32", False),
-]
+FAST_FORMS = [("gpt_neo", "float16", True)]
 
 
 def without_buffers(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -85,7 +80,7 @@ def test_pad_init_reshard_export_changes_no_bit(name: str, dtype: str, tied: boo
     run_ok("verify", previous, "m-padded")
 
 
-@pytest.mark.parametrize("init", ["zeros", "mean", "normal"])
+@pytest.mark.parametrize("init", slow_except(["zeros", "mean", "normal"], ["normal"]))
 def test_pad_vocab_only_adds_rows(init: str):
     tensors = make_checkpoint(Path("m"), LLAMA, "bfloat16", legacy=True)
     run_ok("pad-vocab", "./m", "--multiple", "8", "--init", init)
@@ -141,7 +136,7 @@ def test_names_without_prefix_round_trip():
 
 LAYOUTS = [["--no-scan"], ["--scan-axis", "1"], ["--mesh", "fsdp:2,mp:4,sp:2"]]
 LAYOUT_CASES = [(base, options) for base in (GPT2, LLAMA) for options in LAYOUTS]
-FAST_LAYOUT_CASES = [(LLAMA, LAYOUTS[0]), (GPT2, LAYOUTS[1]), (LLAMA, LAYOUTS[2])]
+FAST_LAYOUT_CASES = [(LLAMA, LAYOUTS[0]), (GPT2, LAYOUTS[1])]
 
 
 @pytest.mark.parametrize(("base", "options"), slow_except(LAYOUT_CASES, FAST_LAYOUT_CASES))
@@ -206,7 +201,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", slow_except(DAMAGES, ["truncated", "config"]))
 def test_damaged_output_is_not_done(damage: str, capsys: Capture):
     make_checkpoint(Path("m"))
     run_ok("save-init", "./m")
@@ -373,7 +368,9 @@ def test_rule_without_leaf_is_an_error(capsys: Capture):
     assert "did you mean `layers.attn.q.weight`?" in lines[-1]
 
 
-@pytest.mark.parametrize("rules", [[QUERY_RULE], ["flaxlm:2,2"], ["auto"]])
+@pytest.mark.parametrize(
+    "rules", slow_except([[QUERY_RULE], ["flaxlm:2,2"], ["auto"]], [[QUERY_RULE]])
+)
 def test_load_params_places_shards_by_stored_rules(rules: list[str]):
     tensors = make_checkpoint(Path("m"), LLAMA, vocab_size=136)
     init = prep.save_init("m", out="init", mesh="1,2,4", rules=rules)
@@ -428,16 +425,22 @@ def test_conversion_warns_of_a_config_that_cannot_be_computed(
 
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
-    [
-        ("llama", {"hidden_act": "tanh"}, "activation `tanh` is not supported"),
-        ("llama", {"hidden_act": "laplace"}, "activation `laplace` is not supported"),
-        ("gpt_neox", {"rotary_pct": 0.2}, "3 elements of a head are to be rotated"),
-        (
-            "qwen2",
-            {"layer_types": ["sliding_attention"] * 3, "sliding_window": None},
-            "there is no sliding_window",
-        ),
-    ],
+    slow_except(
+        [
+            ("llama", {"hidden_act": "tanh"}, "activation `tanh` is not supported"),
+            ("llama", {"hidden_act": "laplace"}, "activation `laplace` is not supported"),
+            ("gpt_neox", {"rotary_pct": 0.2}, "3 elements of a head are to be rotated"),
+            (
+                "qwen2",
+                {"layer_types": ["sliding_attention"] * 3, "sliding_window": None},
+                "there is no sliding_window",
+            ),
+        ],
+        [
+            ("llama", {"hidden_act": "tanh"}, "activation `tanh` is not supported"),
+            ("gpt_neox", {"rotary_pct": 0.2}, "3 elements of a head are to be rotated"),
+        ],
+    ),
 )
 def test_warning_has_the_reason_that_computations_refuse(
     family: str, changes: dict[str, Any], reason: str, tmp_path: Path, capsys: Capture
@@ -462,7 +465,7 @@ def test_save_init_does_not_warn_about_a_supported_config(tmp_path: Path, capsys
     assert run_json(capsys, *words)["not_computed"] is None
 
 
-@pytest.mark.parametrize("year", [1901, 1960])
+@pytest.mark.parametrize("year", slow_except([1901, 1960], [1901]))
 def test_sources_older_than_1970_are_converted(year: int, tmp_path: Path) -> None:
     tensors = make_checkpoint(tmp_path / "m", GPT_NEO)
     seconds = datetime(year, 1, 1, tzinfo=UTC).timestamp()

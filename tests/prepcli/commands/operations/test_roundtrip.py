@@ -28,6 +28,7 @@ from prepcli.formats.manifest import record_file
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_json
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, same_bits
 from tests.helpers.tiny_configs import T5
 from tests.helpers.towers import write_model
@@ -76,6 +77,7 @@ def test_every_way_ends_in_the_tensors_of_the_model(model: Path, monkeypatch: Mo
         assert all(same_bits(tensors[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_training_state_beside_a_model_is_no_difference(tmp_path: Path):
     make_trainer_checkpoint(tmp_path / "checkpoint-400", 400)
     init = tmp_path / "init"
@@ -107,7 +109,7 @@ def test_certificate_has_counts_and_digests_of_the_model(model: Path):
     assert content["ways"][1]["commands"] == ["export --layout easylm", "save-init", "export"]
 
 
-@pytest.mark.parametrize("base", [GPT_NEO, T5], ids=["gpt_neo", "t5"])
+@pytest.mark.parametrize("base", slow_except([GPT_NEO, T5], [GPT_NEO]), ids=["gpt_neo", "t5"])
 def test_other_families_come_back_in_half_precision(base: dict[str, Any]):
     make_checkpoint(Path("m"), base, dtype="bfloat16")
     certificate = prep.roundtrip("m", layout=["init", "no-scan", "pad", "hf-flax"])
@@ -134,11 +136,24 @@ def write_torchtitan() -> str:
 
 @pytest.mark.parametrize(
     ("write", "ways", "reason"),
-    [
-        (write_rounding_scale, ["maxtext", "maxtext-unscanned"], "the scale of the layout changes"),
-        (write_gpt_neo, ["easylm"], "easylm"),
-        (write_torchtitan, ["verbatim"], "names of another library"),
-    ],
+    slow_except(
+        [
+            (
+                write_rounding_scale,
+                ["maxtext", "maxtext-unscanned"],
+                "the scale of the layout changes",
+            ),
+            (write_gpt_neo, ["easylm"], "easylm"),
+            (write_torchtitan, ["verbatim"], "names of another library"),
+        ],
+        [
+            (
+                write_rounding_scale,
+                ["maxtext", "maxtext-unscanned"],
+                "the scale of the layout changes",
+            )
+        ],
+    ),
 )
 def test_way_that_a_model_does_not_have_is_not_available(
     write: Callable[[], str], ways: list[Any], reason: str
@@ -149,6 +164,7 @@ def test_way_that_a_model_does_not_have_is_not_available(
     assert reason in certificate.ways[1].reason
 
 
+@pytest.mark.slow
 def test_no_temporary_file_remains(model: Path, monkeypatch: MonkeyPatch):
     prep.roundtrip("m", "out.json", layout=["mesh"])
     assert sorted(path.name for path in Path().iterdir()) == ["m", "out.json"]
@@ -163,6 +179,7 @@ def test_no_temporary_file_remains(model: Path, monkeypatch: MonkeyPatch):
     assert [path.name for path in Path().iterdir()] == ["m"]
 
 
+@pytest.mark.slow
 def test_runs_with_one_certificate_do_not_share_their_work(model: Path, monkeypatch: MonkeyPatch):
     ways = iter(["mesh", "init"])
 
@@ -228,7 +245,7 @@ def test_lost_and_added_files_are_differences(model: Path, monkeypatch: MonkeyPa
     assert "another chat_template.jinja" in way.reason
 
 
-@pytest.mark.parametrize("is_damaged", [True, False])
+@pytest.mark.parametrize("is_damaged", slow_except([True, False], [False]))
 def test_model_that_cannot_be_read_is_an_error(
     model: Path, monkeypatch: MonkeyPatch, is_damaged: bool
 ):
@@ -250,6 +267,7 @@ def test_folder_in_place_of_the_certificate_is_refused_early(model: Path, monkey
         prep.roundtrip("m", "certificates", overwrite=True)
 
 
+@pytest.mark.slow
 def test_multimodal_model_returns_from_verbatim():
     write_model("gemma3")
     certificate = prep.roundtrip("m", layout=["verbatim"])

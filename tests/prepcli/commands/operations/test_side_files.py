@@ -31,6 +31,7 @@ from tests.helpers.run_cli import (
     run_json,
     run_ok,
 )
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, assert_same, make_checkpoint, read_tensors
 from tests.helpers.tokenizer_folders import write_model
 
@@ -219,7 +220,9 @@ def test_unread_weights_are_named(capsys: Capture) -> None:
     assert "left out: consolidated.safetensors (other weights)\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [(), ("--stream",)], ids=["download", "stream"])
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("--stream",), marks=pytest.mark.slow)], ids=["download", "stream"]
+)
 def test_nested_files_of_a_hub_model_are_copied(options: tuple[str, ...]) -> None:
     make_model()
     files = {path.relative_to("m").as_posix(): path.read_bytes() for path in Path("m").rglob("*.*")}
@@ -312,7 +315,9 @@ def test_tensors_outside_of_the_index_are_ignored(capsys: Capture) -> None:
     assert {entry["name"].partition(": ")[2] for entry in dropped} == {REPLACED, "draft.fc"}
 
 
-@pytest.mark.parametrize("command", ["pad-vocab", "verify", "generate"])
+@pytest.mark.parametrize(
+    "command", slow_except(["pad-vocab", "verify", "generate"], ["pad-vocab", "verify"])
+)
 def test_each_reader_notes_unindexed_tensors(command: str, capsys: Capture) -> None:
     tensors = make_overlay(Path("m"))
     make_checkpoint(Path("same"), LLAMA)
@@ -409,7 +414,9 @@ def run_with_hub(files: Mapping[str, bytes], *words: str) -> tuple[dict[str, obj
     return json.loads(out), error.decode()
 
 
-@pytest.mark.parametrize("options", [(), ("--stream",)], ids=["download", "stream"])
+@pytest.mark.parametrize(
+    "options", [pytest.param((), marks=pytest.mark.slow), ("--stream",)], ids=["download", "stream"]
+)
 def test_index_of_a_hub_model_decides(options: tuple[str, ...]) -> None:
     tensors = make_overlay(Path("m"))
     unused = save_unused(Path("unused.safetensors"))

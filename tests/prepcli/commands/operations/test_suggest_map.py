@@ -20,6 +20,7 @@ from prepcli.commands.operations.about import docs_folder
 from tests.helpers.foreign_names import CONFIG, FAMILY_MAP, stacked_tensors, write_foreign_folder
 from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_json, run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT2, LLAMA, assert_same, make_checkpoint, read_tensors
 
 
@@ -40,7 +41,7 @@ def write_folder(folder: str, tensors: Mapping[str, np.ndarray]) -> None:
     write_hf_folder(Path(folder), {"model.safetensors": tensors}, CONFIG)
 
 
-@pytest.mark.parametrize("layout", ["tunix", "hf-flax"])
+@pytest.mark.parametrize("layout", slow_except(["tunix", "hf-flax"], ["tunix"]))
 def test_suggested_map_leads_from_layouts_of_llama_to_hugging_face(layout: str):
     make_checkpoint(Path("llama"), LLAMA)
     run_ok("export", "llama", "--layout", layout, "--out", "other")
@@ -217,7 +218,8 @@ def test_stacks_of_other_orders_and_words_have_fixed_indices():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "target_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")]
+    ("dtype", "target_dtype"),
+    slow_except([("float32", "bfloat16"), ("bfloat16", "float32")], [("float32", "bfloat16")]),
 )
 def test_suggested_map_relates_values_after_a_cast(dtype: str, target_dtype: str):
     make_checkpoint(Path("wide"), LLAMA)

@@ -14,6 +14,7 @@ from prepcli.commands.cli.main import main
 from prepcli.models.registry import family_of
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.run_cli import Capture, run_failing, run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import (
     FAMILY_CONFIGS,
     GPT2,
@@ -35,7 +36,11 @@ EMBEDDINGS = {
     "llama": "model.embed_tokens.weight",
 }
 TIED = {"tie_word_embeddings": True}
-BASES = [pytest.param(base | TIED, id=base["model_type"]) for base in (GPT2, GPT_NEO, LLAMA)]
+OTHER_BASES = [
+    pytest.param(base | TIED, id=base["model_type"], marks=pytest.mark.slow)
+    for base in (GPT2, GPT_NEO)
+]
+BASES = [*OTHER_BASES, pytest.param(LLAMA | TIED, id="llama")]
 
 
 def write_tied_model(
@@ -167,7 +172,14 @@ def with_copies(tensors: Tensors, *names: str) -> Tensors:
     return tensors | {name: tensors["shared.weight"].copy() for name in names}
 
 
-@pytest.mark.parametrize("form", [("--scan-axis", "1"), ("--no-scan",), ("--mesh", "1,2,2")])
+@pytest.mark.parametrize(
+    "form",
+    [
+        ("--scan-axis", "1"),
+        pytest.param(("--no-scan",), marks=pytest.mark.slow),
+        pytest.param(("--mesh", "1,2,2"), marks=pytest.mark.slow),
+    ],
+)
 def test_t5_layouts_round_trip(form: tuple[str, ...]):
     tensors = make_checkpoint(Path("m"), GATED, "bfloat16", False)
     run_ok("save-init", "./m", "--pad-vocab", "8", *form)
@@ -232,7 +244,12 @@ def test_different_embedding_copy_is_an_error(capsys: Capture):
 
 
 @pytest.mark.parametrize(
-    "stored", [(ENCODER_COPY,), (DECODER_COPY, ENCODER_COPY), ("lm_head.weight", DECODER_COPY)]
+    "stored",
+    [
+        (ENCODER_COPY,),
+        pytest.param((DECODER_COPY, ENCODER_COPY), marks=pytest.mark.slow),
+        pytest.param(("lm_head.weight", DECODER_COPY), marks=pytest.mark.slow),
+    ],
 )
 def test_embedding_copy_replaces_missing_embedding(stored: tuple[str, ...]):
     tensors = checkpoint_tensors(T5, "float32", True, False)
@@ -319,7 +336,7 @@ def test_untied_head_of_transformers_5_round_trips(capsys: Capture):
     run_ok("verify", "apart", "./m")
 
 
-@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("scales", slow_except([False, True], [False]))
 def test_untied_head_does_not_replace_missing_embedding(capsys: Capture, scales: bool):
     config = GATED | {"tie_word_embeddings": not scales, "scale_decoder_outputs": scales}
     tensors = checkpoint_tensors(config, "float32", False, False)

@@ -21,6 +21,7 @@ import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK, USAGE
 from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.training_folder import RECIPE, WORDS, make_training_folder
 from tests.test_readme import ROOT, blocks, write_files
 from tests.trainer.run.test_train_losses import write_documents
@@ -284,7 +285,7 @@ def test_scripts_of_the_guide_complete_the_tokens(library: str):
 
 
 @pytest.mark.usefixtures("texts")
-@pytest.mark.parametrize("library", ["jax", "torch"])
+@pytest.mark.parametrize("library", slow_except(["jax", "torch"], ["jax"]))
 def test_loops_of_the_guide_read_the_batches(library: str):
     pytest.importorskip(library)
     printed = run_script(LOOP_PAGE, f"import {library}")
@@ -352,7 +353,12 @@ def assert_equal_batches(batches: list[Any], expected: list[Any]) -> None:
 
 @pytest.mark.usefixtures("documents")
 @pytest.mark.parametrize(
-    "change", [pytest.param("unshuffled", marks=pytest.mark.slow), "documents", "epochs"]
+    "change",
+    [
+        pytest.param("unshuffled", marks=pytest.mark.slow),
+        "documents",
+        pytest.param("epochs", marks=pytest.mark.slow),
+    ],
 )
 def test_batches_equal_the_batches_of_train(change: str, monkeypatch: MonkeyPatch):
     fed = record_fed_batches(monkeypatch)
@@ -391,7 +397,7 @@ def test_other_forms_of_a_recipe_have_equal_batches(overrides: tuple[str, ...]):
 
 
 @pytest.mark.usefixtures("documents")
-@pytest.mark.parametrize("place", ["recipe", "checkpoint"])
+@pytest.mark.parametrize("place", slow_except(["recipe", "checkpoint"], ["checkpoint"]))
 def test_rules_of_the_batch_count_its_replicas(place: str):
     rule, words = "act:batch=dp", ["mesh=2,4,1", "batch.size=", "batch.per_replica=4"]
     if place == "recipe":

@@ -15,6 +15,7 @@ import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, USAGE
 from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.terminals import run_on_terminal
 from tests.helpers.tiny_checkpoints import LLAMA
 from tests.helpers.training_folder import RECIPE, make_training_folder, write_tokenizer
@@ -352,7 +353,7 @@ LISTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.usefixtures("chat_folder")
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("name", slow_except(LISTS, ["messages"]))
 def test_lists_may_be_json_texts(name: str, suffix: str, capsys: Capture):
     row = LISTS[name]
     write_rows(row, row)
@@ -379,7 +380,9 @@ def test_other_texts_in_brackets_are_texts(capsys: Capture):
 
 
 @pytest.mark.usefixtures("chat_folder")
-@pytest.mark.parametrize("cell", ["[{", str([USER, ANSWER])], ids=["cut", "python"])
+@pytest.mark.parametrize(
+    "cell", slow_except(["[{", str([USER, ANSWER])], ["[{"]), ids=["cut", "python"]
+)
 def test_broken_json_is_a_bad_line(cell: str, capsys: Capture):
     row = {"messages": [USER, ANSWER]}
     write_csv("rows.csv", {"messages": cell}, row, row, {"messages": cell})
@@ -458,7 +461,7 @@ INVALID: dict[str, tuple[str, list[Any], str, str]] = {
 
 
 @pytest.mark.usefixtures("chat_folder")
-@pytest.mark.parametrize("name", INVALID)
+@pytest.mark.parametrize("name", slow_except(INVALID, ["failing template", "image", "recursion"]))
 def test_invalid_row_is_one_error_or_a_bad_line(name: str, capsys: Capture):
     template, messages, what, why = INVALID[name]
     good = {"messages": [USER, ANSWER]}
@@ -494,6 +497,7 @@ def test_data_without_loss_names_the_keys(capsys: Capture):
     assert "or for conversations `data.loss`" in output
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("chat_folder")
 def test_many_turns_are_tokenized_or_refused_at_once(capsys: Capture):
     write_rows({"messages": [USER, ANSWER] * 5_000})

@@ -20,6 +20,7 @@ from tests.helpers.damage import flip_bit, largest_file
 from tests.helpers.llama_trees import read_init
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.run_cli import Capture, error_lines, run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GROUPED_QUERY, assert_same, make_checkpoint, read_tensors
 from tests.helpers.trainer_trees import TREES, Config, Leaves, Tensors, heads_of
 from tests.helpers.zarr_items import write_item
@@ -291,7 +292,7 @@ def test_queries_of_several_dtypes_are_not_rounded_to_one(capsys: Capture):
     assert lines[0] == "error: out cannot be converted back"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", slow_except(["bfloat16", "float16"], ["bfloat16"]))
 def test_wider_dtype_makes_the_way_back_exact(dtype: str):
     tensors = make_checkpoint(Path("model"), ROUNDED, dtype)
     words = ("--layout", "maxtext", "--dtype", "float32", "--out", "out")
@@ -361,6 +362,7 @@ ROUNDED_SIZE = {"hidden_size": 80}
 GEMMA_CASES = [
     (layout, model) for layout in ("maxtext", "maxtext-unscanned") for model in GEMMA_MODELS
 ]
+FAST_GEMMA_CASES = [("maxtext", "gemma3"), ("maxtext-unscanned", "gemma2")]
 
 
 def make_model(config: dict[str, Any], dtype: str = "bfloat16") -> Leaves:
@@ -373,7 +375,7 @@ def expected_leaves(tensors: Leaves, config: dict[str, Any], layout: str, dtype:
     return gemma_leaves(cast, config, scan=layout == "maxtext")
 
 
-@pytest.mark.parametrize(("layout", "model"), GEMMA_CASES)
+@pytest.mark.parametrize(("layout", "model"), slow_except(GEMMA_CASES, FAST_GEMMA_CASES))
 def test_gemma_has_the_leaves_of_maxtext(layout: str, model: str):
     config = GEMMA_MODELS[model] | ROUNDED_SIZE
     tensors = make_model(config)
@@ -382,7 +384,7 @@ def test_gemma_has_the_leaves_of_maxtext(layout: str, model: str):
     assert_same(read_init(Path("out/0/items")), expected)
 
 
-@pytest.mark.parametrize(("layout", "model"), GEMMA_CASES)
+@pytest.mark.parametrize(("layout", "model"), slow_except(GEMMA_CASES, FAST_GEMMA_CASES))
 def test_gemma_in_float32_returns_every_bit(layout: str, model: str):
     tensors = make_model(GEMMA_MODELS[model] | ROUNDED_SIZE)
     words = ("--layout", layout, "--dtype", "float32", "--out", "out")
@@ -395,7 +397,7 @@ def test_gemma_in_float32_returns_every_bit(layout: str, model: str):
     assert_same(read_tensors(Path("back")), tensors)
 
 
-@pytest.mark.parametrize(("layout", "model"), GEMMA_CASES)
+@pytest.mark.parametrize(("layout", "model"), slow_except(GEMMA_CASES, FAST_GEMMA_CASES))
 def test_gemma_of_maxtext_itself_converts(layout: str, model: str):
     config = GEMMA_MODELS[model]
     tensors = make_model(config)
@@ -450,7 +452,7 @@ def test_verify_compares_gemma_with_its_model():
     assert "multiplies by the square root of 80" in difference["what"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", slow_except(["bfloat16", "float32"], ["bfloat16"]))
 def test_padded_embedding_of_gemma_is_verified(dtype: str):
     """MaxText's own Gemma 2 has 128 tokens more than the files of Hugging Face."""
     tensors = make_model(GEMMA2 | ROUNDED_SIZE)

@@ -43,6 +43,7 @@ from tests.helpers.run_cli import (
     run_json,
     run_ok,
 )
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, assert_same
 from tests.helpers.training_states import read_leaves, same_state
 
@@ -317,7 +318,7 @@ def read_moments(source: str) -> dict[int, dict[str, Any]]:
     return torch.load("for-trainer/optimizer.pt", weights_only=True)["state"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, ["maxtext"]))
 def test_orbax_restores_the_state_of_optax(maxtext_folder: None, layout: str):
     params, (adam, decay, schedule) = restore_optax(Path(layout, str(HALF), "items").absolute())
     assert int(adam.count) == int(schedule.count) == HALF
@@ -489,7 +490,7 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("trainer", WORDS)
+@pytest.mark.parametrize("trainer", slow_except(WORDS, ["levanter", "dcp"]))
 def test_state_of_another_trainer_is_read_from_a_bucket(
     bucket_folder: None, store: FakeObjectStore, trainer: str, tmp_path: Path, capsys: Capture
 ):

@@ -45,6 +45,7 @@ from tests.helpers.other_trainers import (
     train_elsewhere,
 )
 from tests.helpers.run_cli import MonkeyPatch, error_lines, run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, read_tensors
 from tests.helpers.training_states import read_leaves, same_state
 
@@ -108,7 +109,7 @@ def optax_paths(params: Mapping[str, np.ndarray], clip_norm: float) -> set[str]:
     return {"opt_state." + jax.tree_util.keystr(p, simple=True, separator=".") for p, _ in paths}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, ["levanter"]))
 def test_moments_have_the_leaves_of_levanter(levanter_folder: None, layout: str):
     leaves = read_levanter(Path(layout))
     for entry, slot in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):

@@ -20,6 +20,7 @@ from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.object_server import use_objects
 from tests.helpers.range_server import serve_ranges
 from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_json, run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.stored_tensors import (
     StoredTensor,
     orbax_bytes,
@@ -107,11 +108,11 @@ def layered_model() -> dict[str, StoredTensor]:
     "options",
     [
         (),
-        ("--mesh", "1,2,2"),
-        ("--no-scan", "--mesh", "1,1,4"),
+        pytest.param(("--mesh", "1,2,2"), marks=pytest.mark.slow),
+        pytest.param(("--no-scan", "--mesh", "1,1,4"), marks=pytest.mark.slow),
         ("--scan-axis", "1"),
         ("--rule", r"re:experts\.weight$=none,mp,fsdp", "--mesh", "1,2,2"),
-        ("--compress", "zstd"),
+        pytest.param(("--compress", "zstd"), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -133,7 +134,7 @@ def test_layered_model_round_trips(options: tuple[str, ...]):
         run_ok("verify", f"{source}-hf", "./m")
 
 
-@pytest.mark.parametrize("scan", ["--scan", "--no-scan"])
+@pytest.mark.parametrize("scan", slow_except(["--scan", "--no-scan"], ["--scan"]))
 def test_hostile_names_round_trip(scan: str):
     tensors = {
         name: random_tensor(seed, "I16", 2, (seed + 1, 3))
@@ -319,7 +320,13 @@ def test_name_without_the_prefix_is_compared_as_stored(tensors: dict[str, Stored
     run_ok("verify", "init", "./mixed")
 
 
-@pytest.mark.parametrize(("a", "b"), [("old", "m"), ("old", "init"), ("init", "old"), ("hf", "m")])
+@pytest.mark.parametrize(
+    ("a", "b"),
+    slow_except(
+        [("old", "m"), ("old", "init"), ("init", "old"), ("hf", "m")],
+        [("old", "init"), ("hf", "m")],
+    ),
+)
 def test_verbatim_and_family_outputs_are_equal(tensors: dict[str, StoredTensor], a: str, b: str):
     run_ok("save-init", "./m", "--out", "init")
     run_ok("export", "old", "--out", "hf")
@@ -433,7 +440,11 @@ def folder_files(folder: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
-@pytest.mark.parametrize("stream", [("--stream",), ()], ids=["streamed", "downloaded"])
+@pytest.mark.parametrize(
+    "stream",
+    [("--stream",), pytest.param((), marks=pytest.mark.slow)],
+    ids=["streamed", "downloaded"],
+)
 def test_hub_model_converts(
     large_tensors: dict[str, StoredTensor], tmp_path: Path, stream: tuple[str, ...]
 ):

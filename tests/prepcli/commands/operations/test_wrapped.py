@@ -18,6 +18,7 @@ from tests.helpers.golden_flax import LLAMA as FLAX_LLAMA
 from tests.helpers.pickle_builder import make_checkpoint_file, make_torch_file
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import Capture, exported_tensors, run_failing, run_json, run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.stored_tensors import write_safetensors
 from tests.helpers.tiny_checkpoints import GPT2, LLAMA, assert_same, make_checkpoint, read_tensors
 from tests.helpers.torch_checkpoints import META_LAYER_NAMES
@@ -41,8 +42,15 @@ def write_prefixed(tensors: dict[str, np.ndarray], prefix: str, name: str) -> No
         save_file(prefixed, Path("w", name))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.model.", "_orig_mod.module."])
+@pytest.mark.parametrize(
+    "name", slow_except(["model.safetensors", "pytorch_model.bin"], ["model.safetensors"])
+)
+@pytest.mark.parametrize(
+    "prefix",
+    slow_except(
+        ["_orig_mod.", "module.model.", "_orig_mod.module."], ["_orig_mod.", "_orig_mod.module."]
+    ),
+)
 def test_prefix_of_all_names_is_taken_off(prefix: str, name: str, capsys: Capture) -> None:
     tensors = make_checkpoint(Path("m"), LLAMA)
     write_prefixed(tensors, prefix, name)
@@ -151,7 +159,13 @@ CUT = "download it again"
 WHOLE = "get or create the checkpoint again"
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "flax_model.msgpack"])
+@pytest.mark.parametrize(
+    "name",
+    slow_except(
+        ["model.safetensors", "pytorch_model.bin", "flax_model.msgpack"],
+        ["model.safetensors", "flax_model.msgpack"],
+    ),
+)
 def test_hint_downloads_only_cut_files(name: str, capsys: Capture) -> None:
     tensors = make_checkpoint(Path("m"), LLAMA)
     write_weights(name, b"")
