@@ -104,7 +104,9 @@ def test_save_records_the_digests_of_tensors(init: Path, params: TrainingState, 
         assert records["transformer.wte.weight"]["digests"] == pieces
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, [9]), (2, [4, 9]), ("all", [1, 2, 4, 9])])
+@pytest.mark.parametrize(
+    ("keep", "left"), slow_except([(1, [9]), (2, [4, 9]), ("all", [1, 2, 4, 9])], [(2, [4, 9])])
+)
 def test_save_keeps_the_newest_steps(
     init: Path, params: TrainingState, run: Path, keep: Any, left: list[int]
 ):
@@ -134,9 +136,7 @@ BASES = {"gpt2": GPT2, "gpt_neo": GPT_NEO, "llama": LLAMA}
 LAYOUTS = [(name, scan, axis) for name in BASES for scan, axis in ((False, 0), (True, 1))]
 
 
-@pytest.mark.parametrize(
-    ("name", "scan", "axis"), slow_except(LAYOUTS, (("gpt_neo", False, 0), ("llama", True, 1)))
-)
+@pytest.mark.parametrize(("name", "scan", "axis"), slow_except(LAYOUTS, (("llama", True, 1),)))
 def test_save_supports_other_tree_layouts(tmp_path: Path, name: str, scan: bool, axis: int):
     make_checkpoint(tmp_path / "m", BASES[name])
     for out, options in (

@@ -267,7 +267,7 @@ def test_processes_started_together_all_succeed(tmp_path: Path):
     assert check_lives(tmp_path, lambda: attempt(2), check_all_end_well, Depth()) > 50
 
 
-@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("restart", slow_except([False, True], [False]))
 def test_failed_process_does_not_stop_the_other(tmp_path: Path, restart: bool):
     lives = partial(attempt, 2, fails=0, restart=restart)
     check_lives(tmp_path, lives, check_one_fails, Depth())
@@ -279,6 +279,7 @@ def test_work_of_a_killed_process_is_taken_over(tmp_path: Path, switches: int):
     check_lives(tmp_path, lambda: attempt(2), check_survivors_end_well, depth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", slow_except([1, 2, 3], [1]))
 def test_any_number_of_processes_completes_a_killed_run(tmp_path: Path, count: int):
     check_lives(

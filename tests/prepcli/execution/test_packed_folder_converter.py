@@ -72,7 +72,7 @@ def test_each_chunk_file_is_one_frame(sources: FaultSources):
         assert zstandard.ZstdDecompressor().decompress(packed[name]) == raw[name]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", slow_except(COMMANDS, COMMANDS[1:]))
 @pytest.mark.parametrize("syncs", slow_except([1, 3, 6, 12], [3]))
 def test_killed_run_keeps_its_noted_units(
     sources: FaultSources,
@@ -100,7 +100,7 @@ def flip_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", slow_except(COMMANDS, COMMANDS[1:]))
 @pytest.mark.parametrize("damage", [truncate_file, flip_byte, Path.unlink])
 def test_damaged_units_are_written_again(
     sources: FaultSources,
@@ -192,7 +192,7 @@ def test_full_disk_ends_and_resumes(
     assert read_files(Path("out")) == expected
 
 
-@pytest.mark.parametrize("command", [COMMAND, FILES])
+@pytest.mark.parametrize("command", slow_except([COMMAND, FILES], [COMMAND]))
 def test_claims_are_few_while_a_sync_is_slow(
     sources: FaultSources, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ):

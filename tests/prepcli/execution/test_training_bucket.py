@@ -297,7 +297,7 @@ def test_saved_digests_do_not_depend_on_process_count(
     assert_equals_local_step(init, state, store, 2)
 
 
-@pytest.mark.parametrize("has_conditions", [True, False])
+@pytest.mark.parametrize("has_conditions", slow_except([True, False], [True]))
 def test_last_step_is_listed_again_before_a_run_changes(
     has_conditions: bool, store: FakeObjectStore
 ):

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("orbax.checkpoint")
 
 from tests.helpers.orbax_matrix import EQUAL, FormResult, run_matrix
+from tests.helpers.slow_cases import slow_except
 
 REFUSED_FORMS = {
     *("zarr2-files-bz2", "zarr2-files-f-order", "zarr2-files-slash-keys", "zarr2-files-big-endian"),
@@ -27,7 +28,9 @@ def check_results(results: list[FormResult]) -> None:
             assert all("`blosc`" in reason for reason in result.commands.values())
 
 
-@pytest.mark.parametrize("pattern", ["two-processes-*", "zarr?-ocdbt-[gb]*"])
+@pytest.mark.parametrize(
+    "pattern", slow_except(["two-processes-*", "zarr?-ocdbt-[gb]*"], ["zarr?-ocdbt-[gb]*"])
+)
 def test_item_of_each_storage_form_is_read_or_refused(tmp_path: Path, pattern: str):
     results = run_matrix(tmp_path, pattern)
     assert len(results) >= 2

@@ -390,6 +390,7 @@ def locations(item: OrbaxItem) -> dict[Any, Any]:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_changed_bytes_are_rejected_or_change_no_range(tmp_path_factory, data):

@@ -15,6 +15,7 @@ from prepcli.commands.operations.inspect import select_tensors
 from prepcli.core.observer import SilentObserver
 from prepcli.restore import item_reader, weights_reader
 from prepcli.stores import byte_ranges
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 
 # A block of the checksums of an item.
@@ -65,7 +66,9 @@ def test_item_is_read_by_many_requests_at_once(bucket: Path, monkeypatch: pytest
 
 
 # An output of prep is read once more, and compared with its digests.
-@pytest.mark.parametrize(("name", "reads"), [("model", 1), ("item", 2)])
+@pytest.mark.parametrize(
+    ("name", "reads"), slow_except([("model", 1), ("item", 2)], [("model", 1)])
+)
 def test_statistics_read_several_tensors_at_once(
     bucket: Path, monkeypatch: pytest.MonkeyPatch, name: str, reads: int
 ):

@@ -10,6 +10,7 @@ from tests.helpers.fork_server import run_python
 from tests.helpers.gguf_files import make_gguf
 from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.lazy_modules import lazy_module
+from tests.helpers.slow_cases import slow_except
 
 gguf = lazy_module("gguf")
 SCRIPT = "import sys; from prepcli.commands.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -64,7 +65,9 @@ def test_unknown_file_is_an_error_that_lists_the_others(repo: FakeRepo, tmp_path
     assert "m-Q8.gguf" in error
 
 
-@pytest.mark.parametrize("name", ["m-Q8.gguf", "parts/p-00001-of"])
+@pytest.mark.parametrize(
+    "name", slow_except(["m-Q8.gguf", "parts/p-00001-of"], ["parts/p-00001-of"])
+)
 def test_streamed_file_has_the_bytes_of_a_downloaded_one(repo: FakeRepo, tmp_path: Path, name: str):
     file = next(file for file in repo.files if file.startswith(name))
     for out, more in (("streamed", ["--stream"]), ("downloaded", [])):

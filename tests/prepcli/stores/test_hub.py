@@ -19,6 +19,7 @@ from prepcli.sources.locate import files_to_download
 from tests.helpers.adapters import ALPHA, RANK, make_adapter
 from tests.helpers.fork_server import run_python
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, hub_environment, serve_hub
+from tests.helpers.slow_cases import slow_except
 
 pytestmark = pytest.mark.waits
 
@@ -165,6 +166,7 @@ def test_offline_uses_the_cache_without_requests(run_locate: LocateRunner, hub: 
     assert hub.requests == []
 
 
+@pytest.mark.slow
 def test_offline_fails_without_a_cached_model(run_locate: LocateRunner, hub: FakeHub) -> None:
     expected = [
         "cannot read o/good",
@@ -207,11 +209,14 @@ def flip_byte(content: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     ("name", "digest"),
-    [
-        ("model.safetensors", f"sha256:{hashlib.sha256(WEIGHTS).hexdigest()}"),
-        ("tokenizer.json", "git:9e26dfeeb6e641a33dae4961196235bdb965b21b"),  # git hash-object
-        ("config.json", "git:"),
-    ],
+    slow_except(
+        [
+            ("model.safetensors", f"sha256:{hashlib.sha256(WEIGHTS).hexdigest()}"),
+            ("tokenizer.json", "git:9e26dfeeb6e641a33dae4961196235bdb965b21b"),  # git hash-object
+            ("config.json", "git:"),
+        ],
+        [("tokenizer.json", "git:9e26dfeeb6e641a33dae4961196235bdb965b21b")],
+    ),
 )
 def test_damaged_download_is_refused_and_deleted(tmp_path: Path, name: str, digest: str) -> None:
     files = {**GOOD, "tokenizer.json": b"{}"}
@@ -275,14 +280,14 @@ def test_unsupported_model_fails_before_the_download(
     assert errors[-1][1].endswith(" free")
 
 
-@pytest.mark.parametrize("name", ["o/decoded", "o/decoded-older"])
+@pytest.mark.parametrize("name", slow_except(["o/decoded", "o/decoded-older"], ["o/decoded"]))
 def test_left_over_quantisation_settings_are_ignored(run_locate: LocateRunner, name: str) -> None:
     answer = run_locate(name)
     assert answer["kind"] == "safetensors"
     assert Path(str(answer["path"]), "model.safetensors").read_bytes() == WEIGHTS
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, SETTINGS_FILE])
+@pytest.mark.parametrize("settings", slow_except([SETTINGS, SETTINGS_FILE], [SETTINGS_FILE]))
 def test_tensors_of_torch_files_decide_about_quantisation(
     tmp_path: Path, settings: dict[str, bytes]
 ) -> None:
@@ -313,7 +318,9 @@ def test_unreachable_hub_is_an_error(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("trouble", [{}, {"o/good": FakeRepo(status=503)}])
+@pytest.mark.parametrize(
+    "trouble", [pytest.param({}, marks=pytest.mark.slow), {"o/good": FakeRepo(status=503)}]
+)
 def test_unreachable_hub_falls_back_to_the_cache_and_warns(
     tmp_path: Path, trouble: dict[str, FakeRepo]
 ) -> None:
@@ -388,6 +395,7 @@ def test_files_to_download_selects_one_format() -> None:
     assert files_to_download(["x.gguf", "imatrix.bin", "training_args.bin"]) == []
 
 
+@pytest.mark.slow
 def test_adapter_is_downloaded_with_its_settings(tmp_path: Path):
     adapter = tmp_path / "adapter"
     make_adapter(adapter, {"model.layers.0.self_attn.q_proj": (8, 8)})

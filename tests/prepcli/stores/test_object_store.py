@@ -23,6 +23,7 @@ from tests.helpers import object_server
 from tests.helpers.loopback import STALL_KINDS
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.range_server import FaultInjector
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.waiting import MAX_S
 
 pytestmark = pytest.mark.waits
@@ -202,7 +203,7 @@ def test_failed_write_creates_no_object(monkeypatch, tmp_path: Path):
         assert store.objects == {}
 
 
-@pytest.mark.parametrize("stall", STALL_KINDS)
+@pytest.mark.parametrize("stall", slow_except(STALL_KINDS, ["silent", "midway"]))
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_list_files_limits_the_time(monkeypatch, scheme: str, stall: str):
     notes: list[str] = []
@@ -215,7 +216,7 @@ def test_list_files_limits_the_time(monkeypatch, scheme: str, stall: str):
     assert "trying again" in notes[0]
 
 
-@pytest.mark.parametrize("stall", STALL_KINDS)
+@pytest.mark.parametrize("stall", slow_except(STALL_KINDS, ["silent", "midway"]))
 def test_read_limits_the_time(monkeypatch, stall: str):
     notes: list[str] = []
     with serve_objects({"bucket/m/w": CONTENT}) as store:

@@ -13,6 +13,7 @@ from prepcli.stores.byte_ranges import RetryPolicy
 from prepcli.stores.object_store import PART_NBYTES, Bucket
 from prepcli.stores.object_writes import ObjectUploads, put_object
 from tests.helpers.object_server import FakeObjectStore
+from tests.helpers.slow_cases import slow_except
 
 pytest.importorskip("obstore")
 
@@ -102,7 +103,7 @@ def upload_two_parts(bucket: Bucket, *, is_streamed: bool) -> bytes:
     return data.tobytes()
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("is_streamed", slow_except([False, True], [True]))
 def test_upload_whose_last_answer_is_lost_succeeds(
     store: FakeObjectStore, bucket: Bucket, is_streamed: bool
 ):
@@ -112,7 +113,7 @@ def test_upload_whose_last_answer_is_lost_succeeds(
     assert store.objects == {"bucket/out/a": data}
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("is_streamed", slow_except([False, True], [False]))
 def test_upload_is_not_confused_with_an_object_of_its_size(
     store: FakeObjectStore, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
 ):

@@ -134,6 +134,7 @@ def test_merged_adapter_keeps_the_tokenizer_of_its_run(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", slow_except(["tiny", "tiny-init"], ["tiny"]))
 def test_steps_keep_the_tokenizer_of_their_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str

@@ -145,7 +145,13 @@ runpy.run_module("prepcli", run_name="__main__", alter_sys=True)
 
 @pytest.mark.parametrize(
     ("number", "code", "what"),
-    [(signal.SIGTERM, STOPPED, "stopped by SIGTERM"), (signal.SIGINT, INTERRUPTED, "interrupted")],
+    slow_except(
+        [
+            (signal.SIGTERM, STOPPED, "stopped by SIGTERM"),
+            (signal.SIGINT, INTERRUPTED, "interrupted"),
+        ],
+        [(signal.SIGTERM, STOPPED, "stopped by SIGTERM")],
+    ),
 )
 def test_repeated_signal_at_the_exit_changes_nothing(number: signal.Signals, code: int, what: str):
     process = subprocess.Popen(
@@ -204,11 +210,14 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize(
     ("function", "moment", "out"),
-    [
-        ("evaluate", "compile", "interrupted\n"),
-        ("evaluate", "batch", "batch\ninterrupted\n"),
-        ("generate", "compile", "interrupted\n"),
-    ],
+    slow_except(
+        [
+            ("evaluate", "compile", "interrupted\n"),
+            ("evaluate", "batch", "batch\ninterrupted\n"),
+            ("generate", "compile", "interrupted\n"),
+        ],
+        [("generate", "compile", "interrupted\n")],
+    ),
 )
 def test_ctrl_c_ends_a_call_in_python(work_dir: Path, function: str, moment: str, out: str):
     """The work ends with the call, and the process with its own exit code."""

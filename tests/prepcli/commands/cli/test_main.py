@@ -15,6 +15,7 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.commands.cli.root import COMMANDS
 from prepcli.sources.aliases import ALIAS_FAMILIES
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.waiting import MAX_S
 
 SLOW_IMPORTS = {
@@ -168,7 +169,9 @@ def test_help_has_one_example_per_line(args: list[str], capsys: pytest.CaptureFi
     assert all(line.startswith(f"    prep {' '.join(args)}") for line in examples)
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["models", "--help"]])
+@pytest.mark.parametrize(
+    "args", slow_except([["--help"], ["--version"], ["models", "--help"]], [["--help"]])
+)
 def test_help_imports_no_slow_module(args: list[str]) -> None:
     script = (
         "import sys; from prepcli.commands.cli.main import main; code = main(sys.argv[1:]);"
@@ -310,7 +313,7 @@ def test_json_after_double_dash_is_an_argument(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", slow_except([signal.SIGTERM, signal.SIGUSR1], [signal.SIGTERM]))
 def test_signal_stops_conversion_with_75(number: signal.Signals) -> None:
     process = prep("convert", script=WITH_COMMAND)
     assert process.stderr is not None
@@ -369,7 +372,10 @@ def test_bug_exits_1_and_saves_traceback() -> None:
 
 @pytest.mark.parametrize(
     ("args", "code"),
-    [(["chatty"], 0), (["models"], 0), (["models", "lama", "--json"], 2), (["--help"], 0)],
+    slow_except(
+        [(["chatty"], 0), (["models"], 0), (["models", "lama", "--json"], 2), (["--help"], 0)],
+        [(["models", "lama", "--json"], 2), (["--help"], 0)],
+    ),
 )
 def test_closed_stdout_keeps_the_exit_code(args: list[str], code: int) -> None:
     read_end, write_end = os.pipe()

@@ -11,6 +11,7 @@ import pytest
 
 from prepcli.core.errors import STOPPED
 from tests.helpers.fork_server import PREP, start_python
+from tests.helpers.slow_cases import slow_except
 
 WAIT_S = 240.0
 COMMANDS = {
@@ -34,7 +35,7 @@ setattr(importlib.import_module(sys.argv.pop(1)), name, wait)
 """
 
 
-@pytest.mark.parametrize("function", COMMANDS)
+@pytest.mark.parametrize("function", slow_except(COMMANDS, ["generate", "plan"]))
 def test_signal_ends_a_reading_command_with_75(function: str, tmp_path: Path) -> None:
     process = start_python(
         f"{WAITING_PREP}\n{PREP}", function, *COMMANDS[function], "--json", cwd=tmp_path

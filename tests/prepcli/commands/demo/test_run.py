@@ -369,6 +369,7 @@ def test_compare_step_fails_for_different_files(
         compare.run(tmp_path, compare)
 
 
+@pytest.mark.slow
 def test_kill_step_fails_if_the_command_ends_first(tmp_path: Path) -> None:
     step = replace(BY_TITLE["save an init, kill -9"], args=("models",))
     with pytest.raises(PrepError, match="ended 5 times before it could be killed"):

@@ -59,6 +59,7 @@ def test_bucket_folder_converts_like_a_local_one(site: StoreSite, home: Path):
     assert site.run_prep("verify", "streamed", str(home / "m"))["ok"]
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_commands_read_init_from_bucket(site: StoreSite, home: Path):
     site.store.faults.rate, site.store.faults.kinds = 0.2, READ_FAULTS

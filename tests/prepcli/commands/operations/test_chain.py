@@ -383,6 +383,7 @@ def test_changed_config_of_a_verbatim_conversion_breaks_the_link(chain: Path):
     assert "`rms_norm_eps`" in broken.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", slow_except(["keep", "dequantize"], ["keep"]))
 def test_decoded_values_are_not_shown(chain: Path, choice: Literal["keep", "dequantize"]):
     make_quantized(Path("q"), "fp8")

@@ -161,6 +161,7 @@ def test_changed_key_of_the_config_is_a_difference(model: Path, key: str):
     assert f"`{key}`" in link.reason
 
 
+@pytest.mark.slow
 def test_towers_of_the_start_model_are_not_shown(model: Path):
     """A training step has no towers. Its export reads them from the start model."""
     write_model("llava", Path("start"))

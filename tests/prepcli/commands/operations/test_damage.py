@@ -92,6 +92,7 @@ def test_train_rejects_damaged_start_checkpoint(work_dir: Path, capsys: Capture)
     assert not saved_steps(Path("runs/recipe"))
 
 
+@pytest.mark.slow
 def test_train_rejects_damaged_step(work_dir: Path, capsys: Capture):
     Path("recipe.toml").write_text(
         Path("recipe.toml").read_text().replace("every = 3", 'every = 1\nkeep = "all"')

@@ -166,6 +166,7 @@ def write_model_with_extra_tensor() -> None:
     write_safetensors(Path("m/model.safetensors"), tensors)
 
 
+@pytest.mark.slow
 def test_verify_of_verbatim_and_multimodal_has_equal_settings():
     write_model("qwen3_vl")
     run_ok("save-init", "./m", "--verbatim", "--out", "verbatim")
@@ -180,6 +181,7 @@ def test_verify_of_verbatim_and_multimodal_has_equal_settings():
     assert setting["key"] == "text_config.rope_theta"
 
 
+@pytest.mark.slow
 def test_verify_of_verbatim_and_padded_ignores_padding():
     make_checkpoint(Path("m"))
     run_ok("save-init", "./m", "--verbatim", "--out", "verbatim")
@@ -240,15 +242,25 @@ def test_fallback_to_verbatim_names_the_reason(capsys: Capture):
 
 @pytest.mark.parametrize(
     ("config", "name", "recorded", "kind"),
-    [
-        (
-            GOLDEN["glm4_moe"] | {"num_nextn_predict_layers": 1},
-            "model.layers.3.eh_proj.weight",
-            "model.layers.3.eh_proj.weight",
-            "layer",
-        ),
-        (GOLDEN["qwen3_next"], "mtp.fc.weight", "model.mtp.fc.weight", "module"),
-    ],
+    slow_except(
+        [
+            (
+                GOLDEN["glm4_moe"] | {"num_nextn_predict_layers": 1},
+                "model.layers.3.eh_proj.weight",
+                "model.layers.3.eh_proj.weight",
+                "layer",
+            ),
+            (GOLDEN["qwen3_next"], "mtp.fc.weight", "model.mtp.fc.weight", "module"),
+        ],
+        [
+            (
+                GOLDEN["glm4_moe"] | {"num_nextn_predict_layers": 1},
+                "model.layers.3.eh_proj.weight",
+                "model.layers.3.eh_proj.weight",
+                "layer",
+            )
+        ],
+    ),
     ids=["layer", "module"],
 )
 def test_verify_accepts_predictions_dropped_earlier(
@@ -308,6 +320,7 @@ def test_verify_accepts_predictions_left_out_unrecorded(out: str, unrecorded: st
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out", slow_except(["m-init", "m-hf"], ["m-init"]))
 def test_verify_reports_predictions_lost_by_later_versions(out: str, unrecorded: str):
     for pair in ((out, "./m"), ("./m", out)):

@@ -75,6 +75,7 @@ def test_eval_reports_each_source_and_all(work_dir: Path, capsys: Capture):
     assert eval_json(capsys, "tiny", "--data", "b.txt", "--limit", "2")["sequences"] == 2
 
 
+@pytest.mark.slow
 def test_eval_of_all_checkpoint_kinds_is_equal(work_dir: Path, capsys: Capture):
     """A Hugging Face folder, and its init for a mesh."""
     run_ok("save-init", "tiny", "--out", "meshed", "--mesh", "1,2,4", "--pad-vocab", "auto")

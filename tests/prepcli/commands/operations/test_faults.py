@@ -203,6 +203,7 @@ def test_small_disk_is_reported_before_any_write(capsys, disk: Path):
     assert not list(disk.iterdir())
 
 
+@pytest.mark.slow
 def test_file_size_limit_is_reported(sources: FaultSources, tmp_path: Path):
     words = [*COMMANDS["save-init"], "--out", "out", "-q"]
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, -1))"

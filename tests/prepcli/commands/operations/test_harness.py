@@ -154,12 +154,14 @@ def test_generate_until_cuts_at_the_stop_text(model: Any, checkpoint: Path):
     assert cut == free[: free.index(second)]
 
 
+@pytest.mark.slow
 def test_samples_of_equal_contexts_differ_between_batches(model: Any):
     options = {"temperature": 1.0, "max_gen_toks": 8}
     texts = model.generate_until([Request((words([5, 6, 7]), options))] * 6)  # batches of 3
     assert len({*texts}) == 6
 
 
+@pytest.mark.slow
 def test_loglikelihood_does_not_depend_on_batch_size(checkpoint: Path, monkeypatch: MonkeyPatch):
     monkeypatch.setattr(harness, "_harness_base", lambda: PlainBase)
     # With lengths rounded up to 64, all rows of the tiny model would have one length.
@@ -176,6 +178,7 @@ def test_loglikelihood_does_not_depend_on_batch_size(checkpoint: Path, monkeypat
     assert results[0] == results[1]
 
 
+@pytest.mark.slow
 def test_fast_loglikelihood_on_a_mesh_differs_by_rounding(
     checkpoint: Path, monkeypatch: MonkeyPatch
 ):

@@ -366,7 +366,11 @@ def test_workers_and_buckets_refuse_the_same_names(
 
 
 @pytest.mark.parametrize("name", slow_except(TOWER_NAMES, ["../../escaped"]))
-@pytest.mark.parametrize("compress", [(), ("--compress", "zstd")], ids=["raw", "zstd"])
+@pytest.mark.parametrize(
+    "compress",
+    [pytest.param((), marks=pytest.mark.slow), ("--compress", "zstd")],
+    ids=["raw", "zstd"],
+)
 def test_names_of_towers_stay_inside(capsys: Capture, name: str, compress: tuple[str, ...]):
     tensors = towers.write_model("llava")
     tower = next(key for key in tensors if "vision_tower" in key)

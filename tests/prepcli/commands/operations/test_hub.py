@@ -166,6 +166,7 @@ def test_killed_stream_resumes_without_rereading(files, tmp_path: Path):
     assert read_output_files(tmp_path / "killed") == read_output_files(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_pad_vocab_verify_and_inspect_accept_stream(files, tmp_path: Path):
     with serve_site(files, tmp_path) as site:
         assert site.run_prep("pad-vocab", "o/good", "--stream", "--out", "padded")["ok"]
@@ -178,6 +179,7 @@ def test_pad_vocab_verify_and_inspect_accept_stream(files, tmp_path: Path):
         assert cached_file_names(tmp_path / "home") == sorted(SMALL_FILES)
 
 
+@pytest.mark.slow
 def test_stream_leaves_no_temporary_files(files, tmp_path: Path):
     (tmp_path / "tmp").mkdir()
     with serve_site(files, tmp_path) as site:
@@ -366,6 +368,7 @@ def test_push_uploads_the_export(init: Path, tmp_path: Path):
         assert not [line for line in hub.unauthenticated if not line.startswith("PUT /lfs/")]
 
 
+@pytest.mark.slow
 def test_push_of_a_finished_export_uploads_once(init: Path, tmp_path: Path):
     arguments = ("export", str(init), "--out", "hf")
     with serve_push_hub() as hub:

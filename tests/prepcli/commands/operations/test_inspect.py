@@ -110,6 +110,7 @@ def test_only_decoding_needs_the_scales_of_quantised_tensors(capsys: Capture):
     assert main(["inspect", "./m", *DECODE]) == 1
 
 
+@pytest.mark.slow
 def test_page_shards_towers_and_scales_like_the_init(capsys: Capture):
     write_model("llava", Path("multimodal"))
     make_quantized(Path("m"), "fp8")

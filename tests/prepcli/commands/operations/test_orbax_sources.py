@@ -37,6 +37,7 @@ from tests.helpers.zarr_items import STORAGE_FORMS, StorageForm, write_zarr_item
 
 MODELS = {"gpt_neo": GPT_NEO, "llama": LLAMA}
 ZSTD = StorageForm(codec_names=("zstd",))
+CHUNK_FILES = StorageForm(ocdbt=False)
 
 
 def run_prep(*words: str, code: int = 0) -> None:
@@ -80,11 +81,11 @@ def check_conversions(source: str, tensors: dict[str, np.ndarray], *more: str) -
 
 
 def is_fast_form(form: StorageForm) -> bool:
-    """Return whether the default suite has the form: no or all codecs, without an unusual place of an index or a chunk.
+    """Return whether the default suite has the form: files of chunks, and all codecs with and without shards.
 
     `test_read_item_supports_every_storage_form` reads all forms.
     """
-    return len(form.codec_names) != 1 and form.index_at_end and not form.max_inline_nbytes
+    return (len(form.codec_names) > 1 and form.chunks_per_shard != 1) or form == CHUNK_FILES
 
 
 @pytest.mark.parametrize("form", slow_except(STORAGE_FORMS, is_fast_form), ids=str)
@@ -245,6 +246,7 @@ def test_changed_inline_source_is_detected(tmp_path: Path, capsys: Capture):
     assert "from a source that has changed since" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_many_files_are_read_with_few_open(tmp_path: Path, monkeypatch: MonkeyPatch):
     for module in (orbax_item, item_reader):
         monkeypatch.setattr(module, "MAX_OPEN_FILES", 3)
@@ -390,6 +392,7 @@ def test_layout_of_own_names_is_refused(option: tuple[str, ...], capsys: Capture
     assert lines[-1].endswith("remove `--source-layout`")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("levanter_step")
 def test_layout_is_part_of_the_recorded_request():
     run_ok("save-init", "./step-3", *CONFIG, *LAYOUT, "--out", "init")

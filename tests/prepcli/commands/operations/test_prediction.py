@@ -357,6 +357,7 @@ def test_layer_projection_with_vocabulary_rows_is_kept():
     check_rows("padded", tensors, SIZE, 64)
 
 
+@pytest.mark.slow
 def test_unpadded_prediction_of_a_padded_model_is_padded():
     """Versions of prep up to 0.1.0 padded the model alone."""
     tensors = write_vocabulary()

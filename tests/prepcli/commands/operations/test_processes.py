@@ -127,6 +127,7 @@ def test_processes_survive_kills_at_random_moments(setup: KillSetup, name: str):
     check_killed(setup, name, kills=2, seed=2, launches=SEVERAL_PROCESSES)
 
 
+@pytest.mark.slow
 def test_other_process_count_reuses_durable_bytes(setup: KillSetup):
     partial = setup.folder / "out.partial"
     total_nbytes = sum(len(data) for data in setup.expected_files("save-init").values())
@@ -224,6 +225,7 @@ def test_running_process_excludes_other_runs(setup: KillSetup):
     shutil.rmtree(setup.folder / "out")
 
 
+@pytest.mark.slow
 def test_every_process_reports_a_damaged_source(setup: KillSetup):
     shutil.copytree(setup.folder / "init", setup.folder / "rotten")
     largest = max((setup.folder / "rotten/d").iterdir(), key=lambda path: path.stat().st_size)

@@ -68,12 +68,12 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-# Each layout with one format, and each format with one layout.
+# Each kind of codes and scales with one layout: the layouts round-trip by themselves.
 @pytest.mark.parametrize(
     ("name", "layout"),
     slow_except(
         [(name, layout) for name in FORMATS for layout in LAYOUTS],
-        lambda case: case[1] == LAYOUTS[1] or case == ("fp8", LAYOUTS[0]),
+        lambda case: case[1] == LAYOUTS[1] and case[0] not in ("compressed-fp8", "modelopt-nvfp4"),
     ),
 )
 def test_export_has_the_bytes_of_the_source(name: str, layout: dict[str, Any]):

@@ -320,6 +320,7 @@ def test_quantised_model_has_no_way_back():
         prep.roundtrip("q")
 
 
+@pytest.mark.slow
 def test_decoded_weights_come_back_as_values():
     make_quantized(Path("q"), "fp8")
     prep.save_init("q", "init", quantized="dequantize")

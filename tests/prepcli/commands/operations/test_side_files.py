@@ -80,6 +80,7 @@ def assert_left_out(error: str) -> None:
     assert lines == ["left out: onnx/ (weights), original/mp/ (weights)"]
 
 
+@pytest.mark.slow
 def test_save_init_and_its_outputs_keep_nested_files(capsys: Capture) -> None:
     make_model()
     assert main(["save-init", "./m", "--out", "init"]) == 0
@@ -105,6 +106,7 @@ def test_pad_vocab_keeps_nested_files(capsys: Capture) -> None:
     assert nested_files(Path("padded")) == EXPECTED
 
 
+@pytest.mark.slow
 def test_add_tokens_keeps_nested_files() -> None:
     write_model(Path("m"))
     # A tokenizer in a subfolder is not the model's.

@@ -90,7 +90,7 @@ READ_FORMS = [(form, GPT_NEO, "bfloat16") for form in FORMS] + [("ocdbt zstd", L
 
 @pytest.mark.parametrize(
     ("form", "base", "dtype"),
-    slow_except(READ_FORMS, lambda case: case[0] in ("files zstd", "zarr3 zstd")),
+    slow_except(READ_FORMS, lambda case: case[0] == "zarr3 zstd"),
 )
 def test_commands_read_each_form(form: str, base: dict[str, Any], dtype: str, capsys: Capture):
     tensors = make_checkpoint(Path("model"), base, dtype)

@@ -132,6 +132,7 @@ def orbax_leaves(item: Path) -> dict[str, np.ndarray]:
     return leaves
 
 
+@pytest.mark.slow
 def test_suggested_map_leads_from_hugging_face_to_tunix():
     make_checkpoint(Path("llama"), LLAMA, dtype="bfloat16")
     run_ok("export", "llama", "--layout", "tunix", "--out", "tunix")
@@ -143,6 +144,7 @@ def test_suggested_map_leads_from_hugging_face_to_tunix():
     assert_same(read_tensors(Path("mapped-hf")), orbax_leaves(item))
 
 
+@pytest.mark.slow
 def test_suggested_map_leads_from_fused_gpt2_to_flax_and_back():
     make_checkpoint(Path("gpt2"), GPT2)
     run_ok("export", "gpt2", "--layout", "hf-flax", "--out", "flax")

@@ -319,6 +319,7 @@ def head_scale(folder: str) -> float:
     return family_of(config).arch_config(config).lm_head_input_scale
 
 
+@pytest.mark.slow
 def test_untied_head_of_transformers_5_round_trips(capsys: Capture):
     """The config of transformers 5 states that every T5 is tied, even with a stored untied head."""
     config = GATED | {"tie_word_embeddings": True, "scale_decoder_outputs": False}

@@ -158,7 +158,7 @@ def all_files() -> set[Path]:
 
 
 @pytest.mark.usefixtures("fields_folder")
-@pytest.mark.parametrize("packing", ["concatenate", "documents"])
+@pytest.mark.parametrize("packing", slow_except(["concatenate", "documents"], ["concatenate"]))
 def test_dry_run_shows_samples_and_keeps_nothing(
     packing: str, capsys: Capture, monkeypatch: MonkeyPatch
 ):
@@ -302,15 +302,25 @@ def tokenize(capsys: Capture, *words: str, code: int = OK) -> tuple[str, str]:
 @pytest.mark.usefixtures("chat_folder")
 @pytest.mark.parametrize(
     ("row", "hint"),
-    [
-        ({"messages": [USER, ANSWER]}, NAMES_FILE),
-        ({"conversations": [HUMAN, GPT]}, NAMES_FILE),
-        (
-            {"instruction": "Hello", "input": "there", "output": "it is the end of the time"},
-            f"{NAMES_FILE}; `--set data.format=text` `--set data.fields='[instruction+input], output'`"
-            " reads the columns as plain texts",
-        ),
-    ],
+    slow_except(
+        [
+            ({"messages": [USER, ANSWER]}, NAMES_FILE),
+            ({"conversations": [HUMAN, GPT]}, NAMES_FILE),
+            (
+                {"instruction": "Hello", "input": "there", "output": "it is the end of the time"},
+                f"{NAMES_FILE}; `--set data.format=text` `--set data.fields='[instruction+input], output'`"
+                " reads the columns as plain texts",
+            ),
+        ],
+        [
+            ({"conversations": [HUMAN, GPT]}, NAMES_FILE),
+            (
+                {"instruction": "Hello", "input": "there", "output": "it is the end of the time"},
+                f"{NAMES_FILE}; `--set data.format=text` `--set data.fields='[instruction+input], output'`"
+                " reads the columns as plain texts",
+            ),
+        ],
+    ),
     ids=["messages", "sharegpt", "alpaca"],
 )
 def test_base_tokenizer_leads_to_both_ways_out(row: dict[str, Any], hint: str, capsys: Capture):

@@ -47,7 +47,7 @@ def errors_of(capsys: Capture, *words: str) -> list[str]:
     return error_lines(capsys, *words)
 
 
-@pytest.mark.parametrize("model_type", slow_except(TYPES, ["gemma3", "mistral3", "qwen2_5_vl"]))
+@pytest.mark.parametrize("model_type", slow_except(TYPES, ["mistral3", "qwen2_5_vl"]))
 def test_multimodal_model_round_trips(model_type: str):
     tensors = write_model(model_type)
     run_ok("save-init", "./m", "--mesh", "1,2,2")
@@ -61,7 +61,7 @@ def test_multimodal_model_round_trips(model_type: str):
 
 
 # By default test_parity covers the text models of the others. It has no M-RoPE, of which there are two layouts.
-@pytest.mark.parametrize("model_type", slow_except(TYPES, ["gemma3", "qwen2_5_vl", "qwen3_vl"]))
+@pytest.mark.parametrize("model_type", slow_except(TYPES, ["qwen2_5_vl", "qwen3_vl"]))
 def test_text_part_computes_logits_of_transformers(model_type: str):
     golden = read_golden(model_type)
     write_model(model_type)
@@ -89,6 +89,7 @@ def test_item_has_towers_beside_params():
     assert np.asarray(tree["params"]["embed"]["tokens"]).tobytes() == embedding[2]
 
 
+@pytest.mark.slow
 def test_large_dims_of_towers_are_split():
     tensors = write_model("llava")
     shape = (2048, 1024)
@@ -245,6 +246,7 @@ def test_verify_compares_towers_by_names_of_the_file():
     assert main(["verify", "verbatim", "text"]) == 1
 
 
+@pytest.mark.slow
 def test_damaged_tower_is_an_error(capsys: Capture):
     write_model("llava")
     run_ok("save-init", "./m")
@@ -256,6 +258,7 @@ def test_damaged_tower_is_an_error(capsys: Capture):
     assert not Path("hf").exists()
 
 
+@pytest.mark.slow
 def test_workers_write_towers_together():
     tensors = write_model("gemma3")
     run_ok("save-init", "./m", "--workers", "2")
@@ -332,6 +335,7 @@ def write_bare_model() -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]
     return tensors, text
 
 
+@pytest.mark.slow
 def test_model_without_stored_towers_round_trips():
     _, text = write_bare_model()
     run_ok("save-init", "./bare", "--mesh", "1,2,2")
@@ -434,6 +438,7 @@ def write_quantized(model_type: str) -> tuple[dict[str, StoredTensor], dict[str,
     return stored, decoded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", slow_except(TEXT_FAMILIES, ["llava"]))
 def test_decoded_text_part_has_its_family(model_type: str):
     _, decoded = write_quantized(model_type)
@@ -460,7 +465,13 @@ def test_export_of_multimodal_model_has_quantised_bytes(model_type: str, options
     assert read_json("hf/config.json") == read_json("m/config.json")
 
 
-@pytest.mark.parametrize("extra", ["", "model.language_model.layers.0.self_attn.extra"])
+@pytest.mark.parametrize(
+    "extra",
+    slow_except(
+        ["", "model.language_model.layers.0.self_attn.extra"],
+        ["model.language_model.layers.0.self_attn.extra"],
+    ),
+)
 def test_decoded_wrapped_multimodal_model_verifies(extra: str):
     stored, decoded = write_quantized("qwen3_vl")
     prefixed = {f"_orig_mod.{name}": tensor for name, tensor in stored.items()}
@@ -503,6 +514,7 @@ def test_first_layers_of_decoded_text_part_keep_towers():
     }
 
 
+@pytest.mark.slow
 def test_verbatim_keeps_names_of_decoded_multimodal_model():
     stored, _ = write_quantized("llava")
     run_ok("save-init", "./m", "--quantized", "dequantize", "--verbatim")

@@ -23,6 +23,7 @@ from tests.helpers.run_inspect import (
     inspect_lines,
     make_model_and_init,
 )
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import make_checkpoint
 from tests.helpers.zarr_items import STORAGE_FORMS, write_zarr_item
 
@@ -294,7 +295,9 @@ SECOND = unplaced_array(("params", "b"), (600,), "int32", (600,))
 TREE = {FIRST: random_array("float32", (16, 8)), SECOND: random_array("int32", (600,))}
 
 
-@pytest.mark.parametrize("number", range(len(STORAGE_FORMS)))
+@pytest.mark.parametrize(
+    "number", slow_except(range(len(STORAGE_FORMS)), lambda number: number % 5 == 0)
+)
 def test_inspect_names_the_file_of_each_first_chunk(
     number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
