@@ -158,6 +158,7 @@ def assert_equals_local_step(
     assert all(np.array_equal(restored[name], value) for name, value in state.items())
 
 
+@pytest.mark.slow
 def test_one_process_saves_the_digests_of_a_local_run(
     init: Path, state: TrainingState, store: FakeObjectStore
 ):

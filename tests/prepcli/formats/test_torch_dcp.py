@@ -208,6 +208,7 @@ def test_archive_above_4_gib_is_a_zip64(tmp_path: Path, rows: int):
             assert b"_rebuild_tensor_v2" in record.read()
 
 
+@pytest.mark.slow
 def test_reader_takes_the_metadata_of_many_tensors():
     """DeepSeek-V3 has 46,000 tensors, most of them experts."""
     entries: list[DcpEntry] = []

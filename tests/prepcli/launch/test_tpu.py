@@ -132,6 +132,7 @@ def test_tpu_script_resumes_on_a_new_tpu_after_a_preemption(recorders: Path):
     assert len(done.words_of("prep")) == 2
 
 
+@pytest.mark.slow
 def test_tpu_script_ends_after_the_last_restart(recorders: Path):
     done = run_script(
         tpu_script(JOB, SPOT),

@@ -341,7 +341,13 @@ def test_stopped_conversion_prints_json() -> None:
 
 @pytest.mark.parametrize(
     ("command", "kept"),
-    [("convert", "  why: 1 of 2 bytes are kept\n hint: to resume: `prep convert`\n"), ("wait", "")],
+    slow_except(
+        [
+            ("convert", "  why: 1 of 2 bytes are kept\n hint: to resume: `prep convert`\n"),
+            ("wait", ""),
+        ],
+        [("convert", "  why: 1 of 2 bytes are kept\n hint: to resume: `prep convert`\n")],
+    ),
 )
 def test_ctrl_c_exits_130_with_durable_notes(command: str, kept: str) -> None:
     script = (

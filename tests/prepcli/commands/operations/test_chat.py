@@ -240,6 +240,7 @@ def chat_in_terminal(*words: str) -> Iterator[tuple[Terminal, subprocess.Popen[b
         os.close(user)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end", slow_except(["\x04", "/exit\n"], ["/exit\n"]), ids=["ctrl_d", "exit"]
 )

@@ -403,6 +403,7 @@ def test_plan_search_ends_with_the_best_mesh(monkeypatch: MonkeyPatch) -> None:
     assert all_lines[-1] == lines[-1]
 
 
+@pytest.mark.slow
 def test_plan_search_prints_all_meshes_to_a_pipe(capsys: Capture) -> None:
     assert main(["plan", "llama-7b-32k", "--devices", "v5p", "--search", "--offline"]) == OK
     assert (

@@ -249,6 +249,7 @@ def test_local_processes_report_their_error(capsys: Capture):
 
 
 # The only job of the default suite with new interpreters: the others are forked from a server that has imported JAX.
+@pytest.mark.slow
 def test_local_processes_train(capsys: Capture):
     make_training_folder()
     capsys.readouterr()

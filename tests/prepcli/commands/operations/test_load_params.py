@@ -122,6 +122,7 @@ def test_modules_compute_encoder_decoder_logits(tmp_path: Path):
     assert sums[0].loss == sums[1].loss != sums[2].loss
 
 
+@pytest.mark.slow
 def test_module_loss_sums_equal_sums_over_logits(model: Path):
     nnx = pytest.importorskip("flax.nnx")
     module, (linen, variables) = prep.nnx_model(model), prep.linen_model(model)
@@ -148,6 +149,7 @@ def test_models_of_a_config_have_random_parameters_by_seed():
     assert (np.asarray(logits[..., 131]) < -1e29).all()
 
 
+@pytest.mark.slow
 def test_linen_init_makes_the_tree_of_prep():
     pytest.importorskip("flax")
     module, variables = prep.linen_model(LLAMA)

@@ -323,6 +323,7 @@ def test_inspect_does_not_ignore_a_lock(model: Path):
         prep.inspect(model, lock="m.lock.json")
 
 
+@pytest.mark.slow
 def test_lock_of_an_init_does_not_concern_the_quantised_source():
     make_quantized(Path("q"), "gptq")
     init = prep.save_init("q", "init", quantized="dequantize").path

@@ -139,6 +139,7 @@ def peft_gradients(model: Any, module: str) -> tuple[np.ndarray, np.ndarray]:
     return a, b
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "modules"),
     slow_except(
@@ -168,6 +169,7 @@ def test_loss_and_gradients_equal_peft(case: str, modules: dict[str, list[str]])
         np.testing.assert_allclose(b, expected_b, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", slow_except([LLAMA, GPT2], [GPT2]), ids=lambda config: config["model_type"]
 )
@@ -351,6 +353,7 @@ def test_adapter_of_peft_with_an_untied_embedding_is_an_error(capsys: Capture):
     assert "modules_to_save without ensure_weight_tying is not supported" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", slow_except(["patterns", "saved", "saved-tied", "experts"], ["saved"])
 )

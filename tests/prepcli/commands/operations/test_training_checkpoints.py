@@ -125,6 +125,7 @@ def test_reshard_and_export_keep_all_values(base: str, dtype: str, tied: bool):
     assert config == json.loads(Path("m/config.json").read_text()) | {"torch_dtype": "float32"}
 
 
+@pytest.mark.slow
 def test_reshard_unstacks_optimizer_state(work_dir: Path):
     run_ok("reshard", "tuned", "--no-scan", "--out", "apart")
     stacked, apart = read_state("tuned"), read_state("apart")
@@ -165,6 +166,7 @@ def test_repeated_reshard_of_a_run_is_already_done(work_dir: Path, capsys: Captu
     assert "its files are damaged" in err
 
 
+@pytest.mark.slow
 def test_params_only_writes_an_init(work_dir: Path, capsys: Capture):
     out, err = run_stdout_stderr(capsys, "reshard", "tuned", "--params-only", "--mesh", "1,2,2")
     assert out == "tuned-1x2x2\n"
@@ -323,6 +325,7 @@ def test_export_into_a_step_is_rejected(work_dir: Path, capsys: Capture, out: st
     assert "sources are never written to" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", slow_except(["ocdbt", "files"], ["ocdbt"]))
 def test_orbax_restores_a_step(work_dir: Path, storage: str):
     run_ok("reshard", "tuned", "--mesh", "1,1,4", "--storage", storage, "--out", "anew")
@@ -391,6 +394,7 @@ def test_reshard_keeps_every_optimizer(base: str, name: str, keys: dict[str, Any
             assert same_bits(apart[leaf], values)
 
 
+@pytest.mark.slow
 def test_statistics_have_a_chunk_per_layer():
     make_run("llama", make_optimizer("adafactor"))
     run_ok("reshard", "run", "--mesh", "1,2,4", "--out", "moved")
@@ -443,6 +447,7 @@ def test_load_params_reads_averages(run_state: dict[str, np.ndarray], mesh: str 
     assert_equal_averages(prep.load_params("run", mesh, ema=True), run_state)
 
 
+@pytest.mark.slow
 def test_averages_of_resharded_run_load(run_state: dict[str, np.ndarray]):
     """Layers on axis 1 are stacked on axis 0 while they are read."""
     run_ok("reshard", "run", "--scan-axis", "1", "--out", "across")
@@ -457,6 +462,7 @@ def test_generate_computes_with_averages(run_state: dict[str, np.ndarray], capsy
     assert run_json(capsys, "generate", "run", *words)["tokens"] != averaged
 
 
+@pytest.mark.slow
 def test_eval_computes_with_averages(run_state: dict[str, np.ndarray], capsys: Capture):
     Path("words").mkdir()
     write_tokenizer(Path("words"))

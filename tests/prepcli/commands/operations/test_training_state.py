@@ -89,6 +89,7 @@ def test_trainer_resumes_a_run_of_prep(folder: dict[int, float]):
     assert max(differences(resumed, folder)) < ROUNDING
 
 
+@pytest.mark.slow
 def test_trainer_without_moments_has_other_losses(folder: dict[int, float]):
     shutil.copytree("checkpoint-4", "no-moments")
     Path("no-moments/optimizer.pt").unlink()
@@ -102,6 +103,7 @@ def test_prep_continues_a_run_of_trainer(folder: dict[int, float]):
     assert max(differences(losses, folder)) < ROUNDING
 
 
+@pytest.mark.slow
 def test_prep_continues_its_own_step_with_equal_bits(folder: dict[int, float]):
     train("own", f"model.path=half/{HALF}", "model.training_state=true")
     with open_reader(Path("own", str(STEPS))) as own, open_reader(Path("full", str(STEPS))) as full:
@@ -131,6 +133,7 @@ def test_averages_of_one_side_are_named(folder: dict[int, float], capsys):
     assert lines[2] == " hint: `--set optimizer.ema=0`"
 
 
+@pytest.mark.slow
 def test_prep_without_moments_has_other_losses(folder: dict[int, float]):
     losses = train("fresh", "model.path=from-hf", "data.tokenizer=tiny")
     assert abs(losses[2] - folder[HALF + 2]) > VISIBLE
@@ -188,6 +191,7 @@ def test_manifest_names_what_is_not_converted(folder: dict[int, float]):
     assert record["optimizer"] | SETTINGS == record["optimizer"] | {"lr": SETTINGS["lr"]}
 
 
+@pytest.mark.slow
 def test_other_weight_decay_in_the_recipe_is_named(folder: dict[int, float]):
     """Trainer has no weight decay for norms. A recipe may."""
     train("norms", 'optimizer.decay_include=["re:norm"]', stop_after=1)
