@@ -150,6 +150,7 @@ def test_download_fetches_only_needed_files(run_locate: LocateRunner, hub: FakeH
     assert not [request for request in hub.requests if "README" in request or ".bin" in request]
 
 
+@pytest.mark.slow
 def test_download_reuses_the_cache(run_locate: LocateRunner, hub: FakeHub) -> None:
     first = run_locate("o/good")
     hub.requests.clear()
@@ -179,6 +180,7 @@ def test_offline_fails_without_a_cached_model(run_locate: LocateRunner, hub: Fak
     assert hub.requests == []
 
 
+@pytest.mark.slow
 def test_offline_fails_if_cached_weights_are_missing(run_locate: LocateRunner) -> None:
     path = Path(str(run_locate("o/good")["path"]))
     (path / "model.safetensors").unlink()
@@ -280,6 +282,7 @@ def test_unsupported_model_fails_before_the_download(
     assert errors[-1][1].endswith(" free")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(["o/decoded", "o/decoded-older"], ["o/decoded"]))
 def test_left_over_quantisation_settings_are_ignored(run_locate: LocateRunner, name: str) -> None:
     answer = run_locate(name)

@@ -47,6 +47,7 @@ def test_tiny_model_tokenizes_every_word(model: Path) -> None:
     assert tokenizer.encode("stranger").ids == [VOCABULARY.index("<unk>")]
 
 
+@pytest.mark.slow
 def test_tiny_model_loads_in_transformers(model: Path) -> None:
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -294,6 +294,7 @@ def test_tensors_without_elements_are_part_of_the_output(site: StoreSite):
     assert site.run_prep("verify", "gs://bucket/out", "./empty")["ok"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [pytest.param(("--mesh", "1,4,1"), marks=pytest.mark.slow), ("--mesh", "1,1,1")]
 )
@@ -334,6 +335,7 @@ def name_another_session(note: dict[str, Any]) -> None:
     note["session"] = "another session"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", slow_except([remove_run, name_another_run, name_another_session], [remove_run])
 )
@@ -406,6 +408,7 @@ def test_foreign_bucket_folder_is_never_replaced(
     assert site.writes() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "failing", slow_except(["PUT bucket/out/d/", "DELETE bucket/out/d/"], ["DELETE bucket/out/d/"])
 )
@@ -422,6 +425,7 @@ def test_failed_overwrite_resumes(site: StoreSite, home: Path, failing: str):
     assert names == convert_locally(site, arguments[:-2]).keys()
 
 
+@pytest.mark.slow
 def test_an_unfinished_output_of_another_plan_needs_restart(site: StoreSite, home: Path):
     arguments = (
         *words("save-init", home)[:2],

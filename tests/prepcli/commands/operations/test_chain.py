@@ -444,6 +444,7 @@ def test_checkpoint_without_manifest_has_no_chain(chain: Path):
     assert prep.verify_chain("padded")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stream", slow_except([[], ["--stream"]], [[]]), ids=["download", "stream"]
 )

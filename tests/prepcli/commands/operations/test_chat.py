@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -19,8 +20,9 @@ import pytest
 
 import prepcli as prep
 from prepcli.commands.cli.main import main
+from prepcli.core.errors import OK
 from tests.helpers.fork_server import PREP, run_python
-from tests.helpers.run_cli import Capture, error_lines, run_json
+from tests.helpers.run_cli import Capture, MonkeyPatch, error_lines, run_json
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
@@ -125,12 +127,20 @@ def test_turn_of_a_pipe_must_be_utf8(work_dir: Path):
     assert "not UTF-8 text" in process.stderr
 
 
-def test_conversation_beyond_the_positions_is_noted(work_dir: Path):
-    Path("turns.txt").write_text("w9\n" + "w9 " * 99 + "\n")
-    words = ("--chat", "--max-new-tokens", "2")
-    process = run_python(PREP, "generate", "tiny", *words, has_jax=True, stdin="turns.txt")
-    assert process.returncode == 0, process.stderr
-    notes = [line for line in process.stderr.splitlines() if "positions" in line]
+def chat(monkeypatch: MonkeyPatch, capsys: Capture, turns: str, *words: str) -> tuple[str, str]:
+    """Answer turns of a pipe in this process, and return stdout and stderr."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(turns))
+    capsys.readouterr()
+    assert main(["generate", "tiny", "--chat", "--max-new-tokens", "2", *words]) == OK
+    out, err = capsys.readouterr()
+    return out, err
+
+
+def test_conversation_beyond_the_positions_is_noted(
+    work_dir: Path, monkeypatch: MonkeyPatch, capsys: Capture
+):
+    _, err = chat(monkeypatch, capsys, "w9\n" + "w9 " * 99 + "\n")
+    notes = [line for line in err.splitlines() if "positions" in line]
     assert notes == ["the conversation has 106 tokens, and the model was made for 64 positions"]
 
 
@@ -185,11 +195,9 @@ def test_pipe_gives_turns_and_receives_answers(work_dir: Path):
     ]
 
 
-def test_json_of_a_chat_has_its_messages(work_dir: Path):
-    Path("turns.txt").write_text("w9\n")
-    words = ("--chat", "--json", "--max-new-tokens", "2")
-    process = run_python(PREP, "generate", "tiny", *words, has_jax=True, stdin="turns.txt")
-    report = json.loads(process.stdout)
+def test_json_of_a_chat_has_its_messages(work_dir: Path, monkeypatch: MonkeyPatch, capsys: Capture):
+    out, _ = chat(monkeypatch, capsys, "w9\n", "--json")
+    report = json.loads(out)
     assert [message["role"] for message in report["messages"]] == ["user", "assistant"]
     assert report["tokens"] == 2
 

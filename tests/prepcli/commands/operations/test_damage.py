@@ -332,6 +332,7 @@ def test_verify_names_the_tensor_of_a_flipped_bit(capsys):
     assert main(["verify", "whole", "-q"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sources")
 @pytest.mark.parametrize("name", slow_except(["reshard", "export"], ["export"]))
 def test_flipped_bit_in_source_stops_conversion(capsys, name: str):

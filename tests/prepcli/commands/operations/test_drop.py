@@ -109,6 +109,7 @@ def test_drop_of_verbatim_checkpoints(capsys: Capture):
     assert lines[0] == "error: `--drop '*'` drops every tensor of ./m"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", slow_except(["gemma3", "qwen3_vl"], ["gemma3"]))
 def test_drop_of_the_text_part_of_a_multimodal_model(model_type: str, capsys: Capture):
     write_model(model_type)
@@ -300,6 +301,7 @@ def unrecorded(capsys: Capture) -> str:
     return name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out", slow_except(["m-init", "m-hf"], ["m-init"]))
 def test_verify_accepts_predictions_left_out_unrecorded(out: str, unrecorded: str, capsys: Capture):
     """The version that dropped them wrote the key `dropped` before `tensors`, and no entry in later outputs."""
@@ -496,6 +498,7 @@ def test_dropped_prediction_is_not_in_the_config(command: str, again: tuple[str,
     run_ok("verify", "hf", "--chain")
 
 
+@pytest.mark.slow
 def test_partly_dropped_prediction_stays_in_the_config():
     config, names = PREDICTION_CASES["glm4_moe"]
     write_prediction(config, names)

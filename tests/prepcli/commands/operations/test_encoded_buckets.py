@@ -118,6 +118,7 @@ def test_damaged_checksum_file_in_a_bucket_is_named(
     assert "prep-remote-" not in json.dumps(report)
 
 
+@pytest.mark.slow
 def test_every_storage_form_is_read_from_a_bucket(site: StoreSite):
     arrays = {
         unplaced_array(("a",), (9, 7), "float32", (4, 4)): random_array("float32", (9, 7), 1),

@@ -57,7 +57,7 @@ def without_buffers(config: dict[str, Any], tensors: Tensors) -> Tensors:
 # A bias of the head and buffers, interleaved and fused projections, offset positions, separate, shared, fused and
 # grouped experts, a tied head, and two stacks. The check `coverage` of
 # tests/prepcli/commands/testing/test_checks.py has all families.
-FAST_FAMILIES = ("gptj", "gpt_neox", "mixtral", "t5")
+FAST_FAMILIES = ("gptj", "mixtral", "t5")
 
 
 @pytest.mark.parametrize("name", slow_except(FAMILY_CONFIGS, FAST_FAMILIES))

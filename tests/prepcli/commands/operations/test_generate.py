@@ -18,6 +18,7 @@ from prepcli.commands.operations.generate import read_prompts
 from prepcli.core.errors import OK
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.run_cli import Capture, MonkeyPatch, error_lines, run_json, run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT_NEO, LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from trainer.generation import generator
@@ -382,7 +383,9 @@ def open_terminal(monkeypatch: MonkeyPatch, **options: int) -> Terminal:
     return terminal
 
 
-@pytest.mark.parametrize(("name", "prompt"), [("tiny", "w3 w1"), ("t5", "w3 w1")])
+@pytest.mark.parametrize(
+    ("name", "prompt"), slow_except([("tiny", "w3 w1"), ("t5", "w3 w1")], [("tiny", "w3 w1")])
+)
 def test_one_prompt_streams_to_a_terminal(
     name: str, prompt: str, stream_dir: Path, capsys: Capture, monkeypatch: MonkeyPatch
 ):

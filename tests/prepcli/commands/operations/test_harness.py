@@ -414,6 +414,7 @@ def manifest(folder: Path, run: str) -> dict[str, Any]:
     return json.loads((folder / run / "3" / MANIFEST_FILE).read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason="a flag of x86 processors"
 )

@@ -352,6 +352,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 def test_push_uploads_the_export(init: Path, tmp_path: Path):
     with serve_push_hub() as hub:
         report = Runner(hub, tmp_path)(

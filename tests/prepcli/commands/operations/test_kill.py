@@ -189,6 +189,7 @@ def test_signal_exits_with_its_code_and_a_hint_to_resume(
     assert read_files(setup.folder / out) == setup.expected_files("export")
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_source_change_between_runs_is_an_error(setup: KillSetup):
     shutil.copytree(setup.folder / "init", setup.folder / "edited")
@@ -219,6 +220,7 @@ def kill_when_durable(setup: KillSetup, out: str) -> Path:
 DAMAGES = {"removed": Path.unlink, "cut": lambda path: path.write_bytes(b"short")}
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize("damage", slow_except(DAMAGES, ["cut"]))
 def test_resume_rewrites_a_damaged_data_file(setup: KillSetup, damage: str):

@@ -240,6 +240,7 @@ def test_overrides_may_change_the_mesh(capsys: Capture):
     assert "#SBATCH --job-name=recipe" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_local_processes_report_their_error(capsys: Capture):
     command = ["launch", "local", "recipe.toml", "--processes", "1", "--devices", "8"]
     error = run_failing(capsys, FAILED, *command, "--env", "HF_HUB_OFFLINE=1")

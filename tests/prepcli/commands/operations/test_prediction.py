@@ -212,6 +212,7 @@ def test_wrapped_model_has_padded_prediction():
     run_ok("verify", "padded", "./w")
 
 
+@pytest.mark.slow
 def test_prediction_of_a_text_part_is_padded():
     """As in the files of GLM-OCR: its text part has one layer more than the config states."""
     tensors = write_multimodal_model("qwen3_vl")
@@ -269,6 +270,7 @@ def test_added_tokens_of_a_quantized_model_have_rows_in_prediction():
     check_equal("removed", stored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "has_quantized_head"),
     slow_except(

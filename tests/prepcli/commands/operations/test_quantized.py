@@ -47,7 +47,7 @@ def assert_values(
 
 
 # test_codes_and_scales_are_kept_by_default reads all formats.
-@pytest.mark.parametrize("name", slow_except(FORMATS, ["fp8", "compressed-nvfp4", "awq", "nf4"]))
+@pytest.mark.parametrize("name", slow_except(FORMATS, ["fp8", "awq"]))
 def test_save_init_decodes_to_bfloat16(name: str):
     values = make_quantized(Path("m"), name)
     prep.save_init("./m", "init", quantized="dequantize", mesh="1,2,2", pad_vocab="auto")
@@ -117,6 +117,7 @@ def test_cast_of_kept_scales_is_refused():
     assert read_tensors(Path("exported"))["model.layers.0.mlp.up_proj.weight"].dtype == np.float16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(FORMATS, ["awq"]))
 def test_quantized_source_may_be_an_init_with_codes(name: str):
     make_quantized(Path("m"), name)
@@ -417,6 +418,7 @@ def test_group_of_another_input_is_an_error_of_the_run():
     assert not Path("init").exists()
 
 
+@pytest.mark.slow
 def test_output_does_not_depend_on_processes():
     make_quantized(Path("m"), "awq")
     prep.save_init("./m", "one", quantized="dequantize")

@@ -322,6 +322,7 @@ def test_verify_compares_an_init_with_its_quantised_source(name: str):
         assert prep.verify("./m", init)
 
 
+@pytest.mark.slow
 def test_verify_finds_a_difference_from_the_quantised_source(capsys: Capture):
     make_quantized(Path("m"), "fp8")
     make_quantized(Path("other"), "fp8", change=change_codes)

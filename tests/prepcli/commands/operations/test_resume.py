@@ -106,7 +106,7 @@ def test_resume_rewrites_flipped_bytes(sources: FaultSources, capsys, monkeypatc
 @pytest.mark.parametrize("name", slow_except(["save-init", "cast"], ["save-init"]))
 @pytest.mark.parametrize(
     "file",
-    slow_except(["done/0", "session", "run.json", "source.json", "lock"], ["session", "lock"]),
+    slow_except(["done/0", "session", "run.json", "source.json", "lock"], ["lock"]),
 )
 def test_resume_never_trusts_a_damaged_run_file(
     sources: FaultSources, capsys, monkeypatch, name: str, file: str

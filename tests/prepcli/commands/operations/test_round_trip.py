@@ -104,6 +104,7 @@ def test_pad_vocab_only_adds_rows(init: str):
     assert (config["vocab_size"], config["true_vocab_size"]) == (136, 131)
 
 
+@pytest.mark.slow
 def test_padding_twice_equals_padding_once():
     make_checkpoint(Path("m"))
     run_ok("pad-vocab", "./m", "--multiple", "8", "--out", "eight")
@@ -201,7 +202,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", slow_except(DAMAGES, ["truncated", "config"]))
+@pytest.mark.parametrize("damage", slow_except(DAMAGES, ["config"]))
 def test_damaged_output_is_not_done(damage: str, capsys: Capture):
     make_checkpoint(Path("m"))
     run_ok("save-init", "./m")

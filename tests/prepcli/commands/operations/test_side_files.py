@@ -242,6 +242,7 @@ def test_nested_files_of_a_hub_model_are_copied(options: tuple[str, ...]) -> Non
     assert not list(Path("home").rglob("model.onnx"))
 
 
+@pytest.mark.slow
 def test_nested_files_in_a_bucket_are_copied(monkeypatch: MonkeyPatch, capsys: Capture) -> None:
     make_model()
     objects: dict[str, bytes] = {}

@@ -47,7 +47,7 @@ def errors_of(capsys: Capture, *words: str) -> list[str]:
     return error_lines(capsys, *words)
 
 
-@pytest.mark.parametrize("model_type", slow_except(TYPES, ["mistral3", "qwen2_5_vl"]))
+@pytest.mark.parametrize("model_type", slow_except(TYPES, ["mistral3"]))
 def test_multimodal_model_round_trips(model_type: str):
     tensors = write_model(model_type)
     run_ok("save-init", "./m", "--mesh", "1,2,2")
@@ -106,6 +106,7 @@ def test_large_dims_of_towers_are_split():
     assert leaves["towers.projector.1.weight"]["chunk"] == [512, 512]
 
 
+@pytest.mark.slow
 def test_tower_tensors_without_elements_round_trip():
     tensors = write_model("llava")
     tensors["vision_tower.none.weight"] = ("F32", (0, 4), b"")

@@ -453,6 +453,7 @@ def test_verify_compares_gemma_with_its_model():
     assert "multiplies by the square root of 80" in difference["what"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_except(["bfloat16", "float32"], ["bfloat16"]))
 def test_padded_embedding_of_gemma_is_verified(dtype: str):
     """MaxText's own Gemma 2 has 128 tokens more than the files of Hugging Face."""

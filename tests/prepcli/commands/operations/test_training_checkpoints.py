@@ -244,6 +244,7 @@ def flip_byte_at(path: Path, text: bytes) -> None:
             file.write_bytes(data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leaf", "called"),
     slow_except(

@@ -402,6 +402,7 @@ def test_long_log_of_trainer_is_read(state: State):
     assert json.loads(Path("out/prep-manifest.json").read_text())["step"] == STEP
 
 
+@pytest.mark.slow
 def test_state_of_trainer_is_read_from_a_bucket(state: State, monkeypatch, capsys):
     import_state(state, "step")
     uploaded: dict[str, bytes] = {}
