@@ -57,6 +57,7 @@ def load(bucket: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Traffic:
         return store.traffic()
 
 
+@pytest.mark.slow
 def test_hf_folder_is_read_by_many_requests_at_once(bucket: Path, monkeypatch: pytest.MonkeyPatch):
     assert load(bucket, "model", monkeypatch).max_concurrent >= MIN_CONCURRENT
 

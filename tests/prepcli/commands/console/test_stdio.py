@@ -57,6 +57,7 @@ def test_lost_output_is_reported_once(
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_pipe_into_head_exits_with_0(tmp_path: Path) -> None:
     assert _shell("set -o pipefail; prep models | head -1", tmp_path) == (0, "")
 

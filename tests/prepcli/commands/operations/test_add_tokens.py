@@ -314,6 +314,7 @@ def test_damaged_output_is_not_converted(words: list[str], capsys: Capture):
     assert not Path("out").exists()
 
 
+@pytest.mark.slow
 def test_normal_rows_do_not_depend_on_the_budget():
     write_model(Path("m"))
     add("--init", "normal", "--seed", "3", "--memory", "32MiB")

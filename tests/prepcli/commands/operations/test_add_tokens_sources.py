@@ -176,6 +176,7 @@ def test_init_gets_the_rows_that_the_folder_gets(words: list[str]):
     run_ok("verify", "removed", "--chain")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     slow_except(

@@ -103,6 +103,7 @@ def test_manifest_is_the_last_object(site: StoreSite, home: Path):
     assert not [key for key in site.store.objects if "/.prep/" in key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"), slow_except(product(("save-init", "export"), (2, 4)), [("export", 2)])
 )
@@ -521,6 +522,7 @@ def test_processes_of_one_output_cannot_restart_it(site: StoreSite, home: Path):
     assert site.writes() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", slow_except([0, 1], [0]))
 def test_one_of_two_processes_completes_an_output(site: StoreSite, home: Path, index: int):
     arguments = (*words("save-init", home), "--out", "gs://bucket/out")

@@ -241,6 +241,7 @@ def test_rows_of_added_tokens_are_not_shown(
             run_ok(*command.removeprefix("prep ").split())
 
 
+@pytest.mark.slow
 def test_output_of_added_tokens_is_proven_through_an_export():
     write_word_model(Path("m"))
     prep.add_tokens("m", "added", tokens="first.txt")

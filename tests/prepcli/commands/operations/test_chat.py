@@ -118,6 +118,7 @@ def test_text_must_be_utf8(work_dir: Path, capsys: Capture, words: list[str]):
     assert "convert it to UTF-8" in hint
 
 
+@pytest.mark.slow
 def test_turn_of_a_pipe_must_be_utf8(work_dir: Path):
     Path("turns.txt").write_bytes(b"w9\n\xff w8\n")
     words = ("--chat", "--max-new-tokens", "2")

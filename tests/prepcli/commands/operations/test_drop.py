@@ -467,6 +467,7 @@ def test_changed_prediction_layer_is_a_difference():
     assert difference["tensor"] == names[0]
 
 
+@pytest.mark.slow
 def test_pad_vocab_keeps_prediction_layers():
     config, names = PREDICTION_CASES["glm4_moe"]
     tensors = write_prediction(config, names)
@@ -507,6 +508,7 @@ def test_partly_dropped_prediction_stays_in_the_config():
     assert read_config("hf")["num_nextn_predict_layers"] == 1
 
 
+@pytest.mark.slow
 def test_layers_option_removes_prediction_layers():
     config, names = PREDICTION_CASES["glm4_moe"]
     write_prediction(config, names)

@@ -67,7 +67,7 @@ def test_commands_read_a_compressed_init_from_a_bucket(site: StoreSite, home: Pa
     "words",
     [
         pytest.param(("--layout", "hf"), marks=pytest.mark.slow),
-        ("--layout", "maxtext"),
+        pytest.param(("--layout", "maxtext"), marks=pytest.mark.slow),
         pytest.param(("--layout", "levanter"), marks=pytest.mark.slow),
         pytest.param(("--layout", "torchtitan"), marks=pytest.mark.slow),
         ("--format", "dcp"),

@@ -225,6 +225,7 @@ def test_flax_export_keeps_padding(family: str, layout: str):
         assert same_bits(actual[name][: len(tensor)], tensor)
 
 
+@pytest.mark.slow
 def test_hf_folder_exports_to_flax_without_init():
     tensors = make_checkpoint(Path("m"), GPT_NEO)
     run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")

@@ -211,6 +211,7 @@ def test_unreachable_hub_is_an_error(files, tmp_path: Path):
     assert error["why"] == f"the hub cannot be reached at HF_ENDPOINT={site.hub.url}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source", slow_except(["torch-sharded", "meta", "flax-sharded"], ["torch-sharded"])
 )

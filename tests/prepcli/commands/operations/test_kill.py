@@ -242,6 +242,7 @@ def test_killed_restart_leaves_no_false_notes(setup: KillSetup):
     assert read_files(setup.folder / "cleared") == setup.expected_files("save-init")
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_output_name_taken_meanwhile_is_kept(setup: KillSetup):
     def take(_: ForkedProcess) -> None:

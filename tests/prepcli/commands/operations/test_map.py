@@ -27,6 +27,7 @@ from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import Capture, exported_tensors, run_failing, run_json, run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import (
     LLAMA,
     assert_same,
@@ -107,7 +108,9 @@ def write_flax(folder: Path, foreign: dict[str, np.ndarray]) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG))
 
 
-@pytest.mark.parametrize("write", [write_orbax, write_torch, write_flax])
+@pytest.mark.parametrize(
+    "write", slow_except([write_orbax, write_torch, write_flax], [write_torch])
+)
 def test_maps_read_every_format(tensors: dict[str, np.ndarray], write: Write):
     write(Path("other"), foreign_tensors(tensors))
     run_ok("save-init", "other", "--map", "own.map", "--out", "init")
@@ -295,6 +298,7 @@ def test_map_of_quantized_weights_needs_decoded_ones(capsys: Capture):
     run_ok("verify", "own", "init", "--map", "own.map")
 
 
+@pytest.mark.slow
 def test_map_of_stacked_decoded_weights_leaves_out_scales():
     make_quantized(Path("own"), "fp8", base=LLAMA)
     config = json.loads(Path("own/config.json").read_text())
@@ -314,6 +318,7 @@ def test_map_of_stacked_decoded_weights_leaves_out_scales():
     assert not [name for name in dense if "scale" in name]
 
 
+@pytest.mark.slow
 def test_verify_with_a_map_finds_a_changed_scale(capsys: Capture):
     make_quantized(Path("own"), "fp8", base=LLAMA)
     config = json.loads(Path("own/config.json").read_text())
@@ -332,6 +337,7 @@ def test_verify_with_a_map_finds_a_changed_scale(capsys: Capture):
         assert "(model.layers.0.mlp.gate_proj.weight) 256 of 1,536 values" in error
 
 
+@pytest.mark.slow
 def test_verify_compares_a_dense_model_with_a_decoded_one(
     tensors: dict[str, np.ndarray], capsys: Capture
 ):
@@ -410,6 +416,7 @@ def test_export_of_kept_names_goes_through_the_map(tensors: dict[str, np.ndarray
     run_ok("verify", "back", "init")
 
 
+@pytest.mark.slow
 def test_tied_head_is_written_where_the_map_names_it(tensors: dict[str, np.ndarray]):
     tied = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
     write_foreign_folder(Path("tied"), tied)

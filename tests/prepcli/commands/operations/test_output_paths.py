@@ -130,6 +130,7 @@ def test_current_and_home_folders_are_never_replaced(capsys, monkeypatch, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["homes", "m", "work"]
 
 
+@pytest.mark.slow
 def test_loser_of_a_race_leaves_no_unfinished_output(capsys: Capture, monkeypatch: MonkeyPatch):
     make_checkpoint(Path("m"))
     winner = ("save-init", "./m", "--mesh", "1,2,1", "--out", "out")

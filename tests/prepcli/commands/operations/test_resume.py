@@ -128,6 +128,7 @@ def test_resume_never_trusts_a_damaged_run_file(
         shutil.copytree("before", partial)
 
 
+@pytest.mark.slow
 def test_resume_reads_back_bytes_of_other_processes(sources: FaultSources, capsys, monkeypatch):
     expected = sources.expected(COMMANDS["save-init"])
     partial = run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5)

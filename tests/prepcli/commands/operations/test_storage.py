@@ -217,6 +217,7 @@ def test_leaf_with_a_slash_in_its_name_is_refused(capsys: Capture):
     run_ok("save-init", "./model", "--out", "out")
 
 
+@pytest.mark.slow
 def test_limit_of_kept_files_does_not_change_the_output(
     model: dict[str, np.ndarray], monkeypatch: MonkeyPatch
 ):

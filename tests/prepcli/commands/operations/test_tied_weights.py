@@ -350,6 +350,7 @@ def test_untied_head_does_not_replace_missing_embedding(capsys: Capture, scales:
     assert same_bits(read_tensors(Path("back"))["shared.weight"], embedding)
 
 
+@pytest.mark.slow
 def test_flax_config_states_untied_head(capsys: Capture):
     config = GATED | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
     write_checkpoint(Path("m"), config, checkpoint_tensors(config, "float32", False, False))

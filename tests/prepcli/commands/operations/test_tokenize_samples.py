@@ -118,6 +118,7 @@ def test_python_has_samples_as_data():
     assert [sample.tokens for sample in train.samples] == [5, 22, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fields_folder")
 def test_one_process_of_a_job_shows_samples():
     # So little data is one shard, of process 0, which completes the tokens. Of processes that find them, process 0
@@ -362,7 +363,7 @@ LISTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("chat_folder")
-@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize("suffix", slow_except(["csv", "parquet"], ["csv"]))
 @pytest.mark.parametrize("name", slow_except(LISTS, ["messages"]))
 def test_lists_may_be_json_texts(name: str, suffix: str, capsys: Capture):
     row = LISTS[name]

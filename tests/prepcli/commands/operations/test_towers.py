@@ -158,6 +158,7 @@ def test_pad_vocab_counts_towers_of_full_copy(capsys: Capture):
     assert f"the output is a full copy of {format_bytes(nbytes)}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_init_with_padded_vocabulary_exports_source():
     tensors = write_model("qwen3_vl")
     before = read_json("m/config.json")
@@ -267,6 +268,7 @@ def test_workers_write_towers_together():
     check_export("hf", tensors)
 
 
+@pytest.mark.slow
 def test_processes_write_one_output(tmp_path: Path):
     tensors = write_model("qwen3_vl")
     words = ("save-init", "./m", "--mesh", "1,2,2", "--out", "init", "-q")

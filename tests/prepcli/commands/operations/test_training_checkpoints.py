@@ -136,6 +136,7 @@ def test_reshard_unstacks_optimizer_state(work_dir: Path):
     assert same_bits(apart["opt_state.adam.count"], np.array(5, np.int32))
 
 
+@pytest.mark.slow
 def test_resharded_step_is_a_step(work_dir: Path):
     run_ok("reshard", "tuned", "--mesh", "1,4,2", "--step", "3")
     assert sorted(path.name for path in Path("tuned-1x4x2").iterdir()) == [
@@ -155,6 +156,7 @@ def test_resharded_step_is_a_step(work_dir: Path):
     assert same_state(read_state("onward"), state)
 
 
+@pytest.mark.slow
 def test_repeated_reshard_of_a_run_is_already_done(work_dir: Path, capsys: Capture):
     run_ok("reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
     out, err = run_stdout_stderr(capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
@@ -443,6 +445,7 @@ def test_export_of_averages_equals_export_of_parameters(run_state: dict[str, np.
     assert Path("c", names[0]).read_bytes() != Path("a", names[0]).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", slow_except([None, "1,2,4"], ["1,2,4"]))
 def test_load_params_reads_averages(run_state: dict[str, np.ndarray], mesh: str | None):
     assert_equal_averages(prep.load_params("run", mesh, ema=True), run_state)

@@ -346,7 +346,7 @@ def test_orbax_restores_the_state_of_optax(maxtext_folder: None, layout: str):
     assert params["decoder"]["decoder_norm"]["scale"].shape == (64,)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, ["maxtext"]))
 def test_round_trip_with_maxtext_changes_no_bit(maxtext_folder: None, layout: str):
     run_ok("verify", layout)
     run_ok("verify", layout, f"half/{HALF}")
@@ -372,6 +372,7 @@ def test_verify_finds_a_changed_count_of_the_schedule(maxtext_folder: None, caps
     assert "changed is damaged" in error_lines(capsys, "verify", "changed")[0]
 
 
+@pytest.mark.slow
 def test_rounded_moments_are_counted_and_not_read_back(tmp_path: Path, monkeypatch, capsys):
     """Heads of 8 elements have the divisor sqrt(8), so that values are rounded."""
     monkeypatch.chdir(tmp_path)
@@ -454,26 +455,6 @@ def test_maxtext_and_prep_continue_each_other(tmp_path: Path, monkeypatch):
 # Training states in a bucket: written there and read from there, without a local copy of the tensors
 
 
-# A family of all trainers.
-BUCKET_MODEL = FAMILY_CONFIGS["qwen3"]
-
-
-@pytest.fixture(scope="module")
-def bucket_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train to the middle of the run."""
-    path = tmp_path_factory.mktemp("buckets")
-    with contextlib.chdir(path):
-        make_folder(BUCKET_MODEL)
-        train("half", stop_after=HALF)
-    return path
-
-
-@pytest.fixture
-def bucket_folder(bucket_runs: Path, monkeypatch: MonkeyPatch) -> None:
-    """Work in the folder of the trained runs."""
-    monkeypatch.chdir(bucket_runs)
-
-
 @pytest.fixture
 def store(monkeypatch: MonkeyPatch) -> Iterator[FakeObjectStore]:
     """Serve an empty bucket."""
@@ -490,9 +471,9 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("trainer", slow_except(WORDS, ["levanter", "dcp"]))
+@pytest.mark.parametrize("trainer", slow_except(WORDS, ["levanter"]))
 def test_state_of_another_trainer_is_read_from_a_bucket(
-    bucket_folder: None, store: FakeObjectStore, trainer: str, tmp_path: Path, capsys: Capture
+    maxtext_folder: None, store: FakeObjectStore, trainer: str, tmp_path: Path, capsys: Capture
 ):
     url = f"gs://bucket/{trainer}"
     report = run_json(capsys, "export", "half", "--training-state", *WORDS[trainer], "--out", url)
@@ -507,7 +488,7 @@ def test_state_of_another_trainer_is_read_from_a_bucket(
 
 
 def test_state_of_a_run_is_exported_from_a_bucket(
-    bucket_folder: None, store: FakeObjectStore, tmp_path: Path
+    maxtext_folder: None, store: FakeObjectStore, tmp_path: Path
 ):
     for path in Path("half").rglob("*"):
         if path.is_file():
