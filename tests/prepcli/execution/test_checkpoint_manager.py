@@ -184,6 +184,7 @@ def test_save_fetches_each_leaf_once_in_the_callers_thread(
     assert {thread for _, thread in fetched} == {threading.get_ident()}
 
 
+@pytest.mark.slow
 def test_save_supports_mixed_dtypes_and_no_optimizer(init: Path, params: TrainingState, run: Path):
     mixed = {
         name: v.astype(np.float16) if ".nu." in name else v

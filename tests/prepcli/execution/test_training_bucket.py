@@ -188,6 +188,7 @@ def test_another_recipe_cannot_write_to_a_run(
         run.save(2, host_leaves(state), {})
 
 
+@pytest.mark.slow
 def test_a_run_that_was_taken_over_saves_no_step(
     init: Path, state: TrainingState, store: FakeObjectStore
 ):

@@ -282,6 +282,7 @@ def test_number_of_experts_is_limited():
         convert()
 
 
+@pytest.mark.slow
 def test_experts_of_mixtral_are_its_matrices():
     make_gguf(Path("m.gguf"), "llama", "F32", config=MIXTRAL)
     tensors = convert(dtype="float32")
@@ -398,6 +399,7 @@ def test_inspect_computes_statistics_of_decoded_values(capsys: pytest.CaptureFix
     assert tensor["stats"]["max"] == values.max()
 
 
+@pytest.mark.slow
 def test_verify_compares_an_init_with_its_gguf():
     make_gguf(Path("m.gguf"), "llama", "Q4_0")
     prep.save_init("./m.gguf", "init", quantized="dequantize", mesh="1,2,1")

@@ -260,6 +260,7 @@ def test_download_explains_http_errors(run_locate: LocateRunner, hub: FakeHub) -
     assert {name: answer["error"] for name, answer in zip(expected, answers)} == expected
 
 
+@pytest.mark.slow
 def test_unsupported_model_fails_before_the_download(
     run_locate: LocateRunner, hub: FakeHub, tmp_path: Path
 ) -> None:
@@ -339,6 +340,7 @@ def test_unreachable_hub_falls_back_to_the_cache_and_warns(
     ]
 
 
+@pytest.mark.slow
 def test_download_selects_other_formats_without_safetensors(run_locate: LocateRunner) -> None:
     expected = {
         "o/bin": ("torch", ["config.json", "pytorch_model.bin"]),
@@ -352,6 +354,7 @@ def test_download_selects_other_formats_without_safetensors(run_locate: LocateRu
             assert sorted(path.name for path in Path(str(answer["path"])).iterdir()) == files
 
 
+@pytest.mark.slow
 def test_index_of_an_earlier_save_is_left_on_the_hub(tmp_path: Path) -> None:
     index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
     files = {

@@ -244,6 +244,7 @@ def test_bytes_after_the_range_are_dropped(kind: str, rate: float):
             assert read(ranges, offset, 20_000) == CONTENT[offset : offset + 20_000]
 
 
+@pytest.mark.slow
 def test_read_recovers_from_mixed_faults_and_expired_urls():
     faults = FaultInjector(0.3, seed=5)
     with serve_large_file(faults, lasts=3) as (ranges, hub, _):

@@ -182,6 +182,7 @@ def test_demo_shows_that_a_long_step_is_alive(
     assert re.fullmatch(r"      0\.\d s, 0 of 12 steps", second)
 
 
+@pytest.mark.slow
 def test_demo_prints_one_line_per_step(tmp_path: Path) -> None:
     ui = make_ui()
     assert ui.finish(demo(tmp_path / "out", ui, [MAKE, PAD])) == OK

@@ -221,6 +221,7 @@ def test_padding_has_room_for_tokens():
     assert side_files(Path("removed")) == side_files(Path("m"))
 
 
+@pytest.mark.slow
 def test_padding_after_tokens_is_removed_with_them():
     write_model(Path("m"))
     tensors = read_tensors(Path("m"))
@@ -260,6 +261,7 @@ def test_second_addition_is_removed_first():
     assert_removed(tensors)
 
 
+@pytest.mark.slow
 def test_tokens_survive_init_and_export(capsys: Capture):
     write_model(Path("m"))
     tensors = read_tensors(Path("m"))
@@ -467,7 +469,7 @@ REFUSED_REMOVALS: list[tuple[Callable[[], object], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "parts"), REFUSED_REMOVALS)
+@pytest.mark.parametrize(("change", "parts"), slow_except(REFUSED_REMOVALS, REFUSED_REMOVALS[:2]))
 def test_removal_from_a_changed_output_is_refused(
     change: Callable[[], object], parts: tuple[str, ...], capsys: Capture
 ):

@@ -362,6 +362,7 @@ def test_units_of_an_earlier_version_are_written_again(
     assert site.store.objects_below("bucket/out/") == expected
 
 
+@pytest.mark.slow
 def test_existing_bucket_output_is_kept(site: StoreSite, home: Path):
     arguments = ("save-init", str(home / "m"), "--out", "s3://bucket/out", "--mesh")
     assert site.run_prep(*arguments, "1,4,1")["already"] is False
@@ -582,6 +583,7 @@ def test_objects_that_are_listed_late_are_found(site: StoreSite, home: Path):
     assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
 
 
+@pytest.mark.slow
 def test_a_lost_object_is_written_again_by_the_next_run(site: StoreSite, home: Path):
     arguments = (*words("save-init", home), "--out", "gs://bucket/out")
     site.store.failing_requests = "PUT bucket/out/hf/"

@@ -43,6 +43,7 @@ READ_FAULTS = ("drop", "empty", "refuse", "busy", "limit", "short")
 SAVE_INIT = ("save-init", "gs://bucket/models/m", "--mesh", "1,2,2", "--pad-vocab", "8")
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 def test_bucket_folder_converts_like_a_local_one(site: StoreSite, home: Path):
     site.store.faults.rate, site.store.faults.kinds = 0.3, READ_FAULTS
@@ -173,6 +174,7 @@ def test_transformers_does_not_load_a_url(site: StoreSite):
         prep.verify_logits("gs://bucket/models/m", library="transformers")
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize("name", slow_except(["models/m", "init"], ["init"]))
 def test_lock_of_a_bucket_has_no_digests_of_its_weight_files(

@@ -519,6 +519,7 @@ def test_layers_option_removes_prediction_layers():
     assert read_config("hf")["num_nextn_predict_layers"] == 0
 
 
+@pytest.mark.slow
 def test_export_lists_what_save_init_dropped():
     config = GOLDEN["glm4_moe"]
     tensors = checkpoint_tensors(config, "float32", tied=False, legacy=False)
@@ -571,6 +572,7 @@ def test_prediction_layer_of_a_text_part_is_a_tower(capsys: Capture):
     assert prep.verify("hf", "m-init")
 
 
+@pytest.mark.slow
 def test_trained_run_exports_prediction_layers():
     make_training_folder()
     tensors = read_tensors(Path("tiny"))

@@ -331,6 +331,7 @@ def test_exported_model_has_the_same_logits(base: dict[str, Any], tmp_path: Path
     assert torch.equal(expected, compute_logits(exported, 131))
 
 
+@pytest.mark.slow
 def test_untied_t5_head_stays_untied(tmp_path: Path):
     """The saved config states that the head is tied, although it is not."""
     kind = transformers.AutoConfig.for_model(

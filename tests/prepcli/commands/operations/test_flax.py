@@ -205,6 +205,7 @@ def test_flax_export_round_trips(family: str, layout: str, tied: bool, dtype: st
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout"),
     slow_except([("gpt_neo", "hf-flax"), ("llama", "easylm")], [("llama", "easylm")]),
@@ -252,6 +253,7 @@ def test_tied_head_is_stored_for_flax_llama():
     )
 
 
+@pytest.mark.slow
 def test_flax_export_keeps_names_without_prefix():
     tensors = make_checkpoint(Path("with"), GPT_NEO)
     bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}

@@ -141,6 +141,7 @@ def test_rolling_loglikelihood_scores_each_token_once(model: Any, log_probabilit
     ]
 
 
+@pytest.mark.slow
 def test_generate_until_cuts_at_the_stop_text(model: Any, checkpoint: Path):
     context = words([5, 6, 7])
     free, stopped = (

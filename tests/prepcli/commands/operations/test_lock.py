@@ -284,6 +284,7 @@ def change_during_lock(monkeypatch: MonkeyPatch, change: Callable[[], None]) -> 
     monkeypatch.setattr(recorded_sources, "sha256_of_file", read_and_change)
 
 
+@pytest.mark.slow
 def test_lock_checks_stored_bytes_of_decoded_weights():
     make_quantized(Path("q"), "fp8")
     prep.lock("q")

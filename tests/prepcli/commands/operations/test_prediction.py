@@ -193,6 +193,7 @@ def test_padding_of_prediction_has_the_requested_values(init: str):
     run_ok("verify", "padded", "--chain")
 
 
+@pytest.mark.slow
 def test_true_vocab_cuts_padding_of_prediction():
     tensors = write_vocabulary()
     run_ok("pad-vocab", "./m", "--true-vocab", "20", "--size", "40", "--out", "padded")

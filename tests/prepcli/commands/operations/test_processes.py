@@ -242,6 +242,7 @@ def test_every_process_reports_a_damaged_source(setup: KillSetup):
     shutil.rmtree(setup.folder / "out.partial")
 
 
+@pytest.mark.slow
 def test_source_change_while_waiting_is_an_error(
     setup: KillSetup, monkeypatch: MonkeyPatch, capsys: Capture
 ):

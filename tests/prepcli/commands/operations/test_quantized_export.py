@@ -90,6 +90,7 @@ def test_export_has_the_bytes_of_the_source(name: str, layout: dict[str, Any]):
     assert prep.verify("exported")
 
 
+@pytest.mark.slow
 def test_verify_ignores_the_padding_of_decoded_weights():
     make_quantized(Path("m"), "fp8")
     prep.save_init("./m", "init", quantized="dequantize", pad_vocab="64")
@@ -302,6 +303,7 @@ def test_source_with_other_values_ends_the_export(capsys: Capture):
     assert_values()
 
 
+@pytest.mark.slow
 def test_changed_weight_leaves_the_values(capsys: Capture):
     make_quantized(Path("m"), "fp8")
     prep.save_init("./m", "init", quantized="dequantize")
@@ -428,6 +430,7 @@ def test_reshard_carries_scales(name: str):
     assert prep.verify("again")
 
 
+@pytest.mark.slow
 def test_params_only_copy_has_no_scales():
     dequantize("fp8")
     conversion = prep.reshard("init", "bare", params_only=True)

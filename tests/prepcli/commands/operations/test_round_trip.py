@@ -170,6 +170,7 @@ def test_repeated_request_is_already_done(capsys: Capture):
     assert before == {p: p.stat().st_mtime_ns for p in Path("m-init").rglob("*")}
 
 
+@pytest.mark.slow
 def test_other_request_needs_overwrite(capsys: Capture):
     make_checkpoint(Path("m"))
     run_ok("save-init", "./m")
@@ -305,6 +306,7 @@ def chunk_of(folder: str, leaf: str) -> list[int]:
     return read_manifest(folder)["leaves"][leaf]["chunk"]
 
 
+@pytest.mark.slow
 def test_chunks_follow_rules_of_leaves_in_every_layout(capsys: Capture):
     tensors = make_checkpoint(Path("m"), LLAMA, **WIDE_LLAMA)
     pad, mesh = ("--pad-vocab", "auto"), ("--mesh", "1,2,4")

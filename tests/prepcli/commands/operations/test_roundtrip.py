@@ -229,6 +229,7 @@ def test_changed_config_is_a_difference(model: Path, monkeypatch: MonkeyPatch):
     assert way.reason == "another config `rms_norm_eps`"
 
 
+@pytest.mark.slow
 def test_lost_and_added_files_are_differences(model: Path, monkeypatch: MonkeyPatch):
     def change_files(folder: Path) -> None:
         (folder / "tokenizer.json").unlink()
@@ -293,6 +294,7 @@ def test_equal_certificate_is_left_and_another_one_needs_overwrite(model: Path):
     assert Path("m.roundtrip.json").read_bytes() != before
 
 
+@pytest.mark.slow
 def test_init_is_resharded_and_exported(model: Path):
     prep.save_init("m", mesh="1,2,2", pad_vocab=4, scan=False)
     certificate = prep.roundtrip("m-init", layout=["mesh"])

@@ -417,6 +417,7 @@ def run_with_hub(files: Mapping[str, bytes], *words: str) -> tuple[dict[str, obj
     return json.loads(out), error.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [pytest.param((), marks=pytest.mark.slow), ("--stream",)], ids=["download", "stream"]
 )

@@ -87,6 +87,7 @@ def test_suggested_map_of_fused_tensors_is_completed_by_hand():
     assert_same(read_tensors(Path("mapped-hf")), read_tensors(Path("llama")))
 
 
+@pytest.mark.slow
 def test_suggested_map_leads_from_stacked_layers_and_back():
     make_checkpoint(Path("llama"), LLAMA)
     write_folder("own", stacked_tensors(read_tensors(Path("llama"))))

@@ -191,6 +191,7 @@ def test_t5_layouts_round_trip(form: tuple[str, ...]):
     assert read_config("back") == read_config("m")
 
 
+@pytest.mark.slow
 def test_save_init_names_and_shapes_leaves_of_t5(capsys: Capture):
     make_checkpoint(Path("m"), GATED, tied=False)
     run_ok("save-init", "./m", "--mesh", "1,2,2", "--out", "stacked", "--pad-vocab", "auto")
@@ -299,6 +300,7 @@ def test_padding_is_equal_in_all_copies():
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_mixed_dtypes_round_trip():
     """Files of Flan-T5 have `wo` in float32 and other tensors in half precision."""
     tensors = checkpoint_tensors(GATED, "bfloat16", False, False)

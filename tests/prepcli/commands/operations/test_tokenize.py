@@ -155,6 +155,7 @@ fields = "[text], text"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("texts")
 def test_stores_of_equal_files_are_separate():
     data, rest = RECIPE.split("[batch]")
@@ -275,7 +276,9 @@ def run_script(page: Path, word: str) -> str:
 
 
 @pytest.mark.usefixtures("texts")
-@pytest.mark.parametrize("library", ["concurrent", "ray", "apache_beam"])
+@pytest.mark.parametrize(
+    "library", [pytest.param("concurrent", marks=pytest.mark.slow), "ray", "apache_beam"]
+)
 def test_scripts_of_the_guide_complete_the_tokens(library: str):
     if library != "concurrent":
         pytest.importorskip(library)

@@ -222,6 +222,7 @@ def test_mixture_shows_samples_of_each_source(capsys: Capture):
     assert "--- far-train 1: 22 tokens" in output
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fields_folder")
 def test_train_logs_a_sample_of_each_source(capsys: Capture):
     names = ("near", "far", "third", "fourth", "fifth")

@@ -118,6 +118,7 @@ def test_tower_tensors_without_elements_round_trip():
     check_export("hf", tensors)
 
 
+@pytest.mark.slow
 def test_verbatim_keeps_names_of_multimodal_model():
     tensors = write_model("llava")
     run_ok("save-init", "./m", "--verbatim", "--out", "verbatim")
@@ -210,6 +211,7 @@ def test_text_only_export_is_text_model(source: str):
     run_ok("save-init", "./text", "--out", "text-init")
 
 
+@pytest.mark.slow
 def test_verify_compares_text_parts_if_one_side_has_towers(capsys: Capture):
     write_model("qwen3_vl")
     run_ok("save-init", "./m")
@@ -319,6 +321,7 @@ def test_wrapper_with_other_computation_stays_verbatim():
     assert read_json("m-init/prep-manifest.json")["family"] == "verbatim"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("like", slow_except(["./m", "m-init"], ["./m"]))
 def test_saved_params_export_with_towers_of_like(like: str):
     tensors = write_model("llava")
@@ -379,6 +382,7 @@ def test_saved_params_without_path_name_no_towers(capsys: Capture):
     assert "--text-only" in lines[-1]
 
 
+@pytest.mark.slow
 def test_lock_approves_towers(capsys: Capture):
     tensors = write_model("llava")
     run_ok("lock", "./m", "--out", "m.lock")
@@ -458,7 +462,9 @@ def test_decoded_text_part_has_its_family(model_type: str):
     run_ok("verify", "m-init", "values")
 
 
-@pytest.mark.parametrize("options", [[], ["--quantized-source", "./m"]])
+@pytest.mark.parametrize(
+    "options", slow_except([[], ["--quantized-source", "./m"]], [["--quantized-source", "./m"]])
+)
 @pytest.mark.parametrize("model_type", slow_except(TEXT_FAMILIES, ["llava"]))
 def test_export_of_multimodal_model_has_quantised_bytes(model_type: str, options: list[str]):
     stored, _ = write_quantized(model_type)
@@ -468,6 +474,7 @@ def test_export_of_multimodal_model_has_quantised_bytes(model_type: str, options
     assert read_json("hf/config.json") == read_json("m/config.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "extra",
     slow_except(

@@ -99,6 +99,7 @@ BASES: dict[str, dict[str, Any]] = {"gpt2": GPT2, "gpt_neo": GPT_NEO, "llama": L
 STATES = [(base, *form) for base in BASES for form in (("float32", True), ("bfloat16", False))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "dtype", "tied"), slow_except(STATES, [("llama", "bfloat16", False)])
 )
@@ -125,7 +126,6 @@ def test_reshard_and_export_keep_all_values(base: str, dtype: str, tied: bool):
     assert config == json.loads(Path("m/config.json").read_text()) | {"torch_dtype": "float32"}
 
 
-@pytest.mark.slow
 def test_reshard_unstacks_optimizer_state(work_dir: Path):
     run_ok("reshard", "tuned", "--no-scan", "--out", "apart")
     stacked, apart = read_state("tuned"), read_state("apart")
@@ -310,6 +310,7 @@ def test_inspect_lists_parameters_and_moments(work_dir: Path, capsys: Capture):
     assert source["optimizer_bytes"] == 2 * 4 * params + 4
 
 
+@pytest.mark.slow
 def test_inspect_diff_compares_steps_and_models(work_dir: Path):
     run_ok("inspect", "tuned/3", "--diff", "tuned/5")
     assert main(["inspect", "tuned", "--diff", "m-init", "-q"]) == 1

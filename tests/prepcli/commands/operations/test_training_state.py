@@ -392,6 +392,7 @@ def test_invalid_step_of_trainer_is_an_error(state: State, capsys, step: object)
     assert "trainer_state.json is broken" in lines[0]
 
 
+@pytest.mark.slow
 def test_long_log_of_trainer_is_read(state: State):
     """A trainer_state.json of 100,000 logged steps has more than 16 MiB."""
     log = [{"loss": 1.0, "text": "x" * 4096}] * 5000
@@ -492,6 +493,7 @@ def run(recorded_run: Path, monkeypatch: MonkeyPatch) -> Path:
     return Path("run")
 
 
+@pytest.mark.slow
 def test_state_of_a_run_has_the_optimizer_of_its_recipe(run: Path):
     state = read_training_state(open_source(locate(str(run))))
     assert (state.step, state.num_updates) == (2, 2)
@@ -504,11 +506,11 @@ def test_state_of_a_run_has_the_optimizer_of_its_recipe(run: Path):
 
 
 @pytest.mark.parametrize("recipe", ["[optimizer]\nlr = -1.0", "[data]", "lr ="])
-def test_broken_recipe_in_a_manifest_is_damaged(run: Path, recipe: str):
-    source = open_source(locate(str(run)))
+def test_broken_recipe_in_a_manifest_is_damaged(folder: dict[int, float], recipe: str):
+    source = open_source(locate("half"))
     assert source.manifest is not None
     manifest = source.manifest | Manifest(recipe=recipe)
     with pytest.raises(DamagedError) as error:
         read_training_state(replace(source, manifest=manifest))
-    assert error.value.what == "the recipe in the manifest of run is broken"
+    assert error.value.what == "the recipe in the manifest of half is broken"
     assert error.value.why.startswith("its table `optimizer`: ")

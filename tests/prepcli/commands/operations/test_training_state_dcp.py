@@ -236,6 +236,7 @@ def test_model_of_the_tutorial_of_pytorch_is_read_without_its_optimizer(torch_fo
     run_ok("verify", "app-init", "from-torch")
 
 
+@pytest.mark.slow
 def test_tied_head_moves_in_both_directions(tmp_path: Path, monkeypatch):
     """The state dict of PyTorch has a tied head under both names, and its moments under one."""
     from prepcli.commands.testing.tiny_model import torch_random_model

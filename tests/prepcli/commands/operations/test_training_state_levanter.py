@@ -428,6 +428,7 @@ def test_round_trip_with_tunix_changes_no_bit(tunix_folder: None):
     ).already_done  # both items are complete
 
 
+@pytest.mark.slow
 def test_skipped_steps_move_in_both_directions(tunix_folder: None, capsys):
     """Tunix counts updates only, so the manifest has the number of the step."""
     run_ok("export", "half", "--training-state", "--out", "skipped")
