@@ -267,6 +267,7 @@ def test_processes_started_together_all_succeed(tmp_path: Path):
     assert check_lives(tmp_path, lambda: attempt(2), check_all_end_well, Depth()) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restart", slow_except([False, True], [False]))
 def test_failed_process_does_not_stop_the_other(tmp_path: Path, restart: bool):
     lives = partial(attempt, 2, fails=0, restart=restart)

@@ -219,7 +219,6 @@ def small_tensors(count: int) -> dict[int, StoredTensor]:
     return {number: StoredTensor(str(number), "uint8", (1,)) for number in range(count)}
 
 
-@pytest.mark.slow
 def test_archive_of_many_tensors_has_a_64_bit_count(tmp_path: Path):
     """The number of records beyond 65,535 needs zip64."""
     archive = encode_object(small_tensors(66_000))

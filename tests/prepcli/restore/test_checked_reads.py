@@ -238,6 +238,7 @@ def test_read_ignores_damage_outside_the_part(model: Path, tmp_path: Path):
             read_boxes(reader, UP, [((1, 2), (0, 1), (0, 1))], "float32")
 
 
+@pytest.mark.slow
 def test_checksums_do_not_depend_on_file_layout(model: Path, tmp_path: Path):
     """Compression, memory budget and processes do not change checksums."""
     for name, options in {

@@ -48,6 +48,7 @@ def test_file_of_a_repository_is_converted(repo: FakeRepo, tmp_path: Path):
     assert not requests
 
 
+@pytest.mark.slow
 def test_all_parts_in_a_folder_are_downloaded(repo: FakeRepo, tmp_path: Path):
     name = next(name for name in repo.files if "-00001-of-" in name)
     code, error, requests = run(
@@ -65,6 +66,7 @@ def test_unknown_file_is_an_error_that_lists_the_others(repo: FakeRepo, tmp_path
     assert "m-Q8.gguf" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", slow_except(["m-Q8.gguf", "parts/p-00001-of"], ["parts/p-00001-of"])
 )

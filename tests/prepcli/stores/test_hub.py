@@ -167,7 +167,6 @@ def test_offline_uses_the_cache_without_requests(run_locate: LocateRunner, hub: 
     assert hub.requests == []
 
 
-@pytest.mark.slow
 def test_offline_fails_without_a_cached_model(run_locate: LocateRunner, hub: FakeHub) -> None:
     expected = [
         "cannot read o/good",
@@ -260,7 +259,6 @@ def test_download_explains_http_errors(run_locate: LocateRunner, hub: FakeHub) -
     assert {name: answer["error"] for name, answer in zip(expected, answers)} == expected
 
 
-@pytest.mark.slow
 def test_unsupported_model_fails_before_the_download(
     run_locate: LocateRunner, hub: FakeHub, tmp_path: Path
 ) -> None:
@@ -340,7 +338,6 @@ def test_unreachable_hub_falls_back_to_the_cache_and_warns(
     ]
 
 
-@pytest.mark.slow
 def test_download_selects_other_formats_without_safetensors(run_locate: LocateRunner) -> None:
     expected = {
         "o/bin": ("torch", ["config.json", "pytorch_model.bin"]),
@@ -401,7 +398,6 @@ def test_files_to_download_selects_one_format() -> None:
     assert files_to_download(["x.gguf", "imatrix.bin", "training_args.bin"]) == []
 
 
-@pytest.mark.slow
 def test_adapter_is_downloaded_with_its_settings(tmp_path: Path):
     adapter = tmp_path / "adapter"
     make_adapter(adapter, {"model.layers.0.self_attn.q_proj": (8, 8)})

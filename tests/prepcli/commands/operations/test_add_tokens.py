@@ -221,7 +221,6 @@ def test_padding_has_room_for_tokens():
     assert side_files(Path("removed")) == side_files(Path("m"))
 
 
-@pytest.mark.slow
 def test_padding_after_tokens_is_removed_with_them():
     write_model(Path("m"))
     tensors = read_tensors(Path("m"))

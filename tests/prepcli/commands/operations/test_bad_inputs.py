@@ -359,7 +359,6 @@ def test_drop_pattern_without_match_is_an_error(capsys):
         )
 
 
-@pytest.mark.slow
 def test_config_with_infinity_is_converted_and_written_back(capsys):
     """Python writes it into the config.json of Falcon-H1: `time_step_limit` is [0.0, Infinity]."""
     make_checkpoint(Path("m"), LLAMA, time_step_limit=[0.0, math.inf])

@@ -362,7 +362,6 @@ def test_units_of_an_earlier_version_are_written_again(
     assert site.store.objects_below("bucket/out/") == expected
 
 
-@pytest.mark.slow
 def test_existing_bucket_output_is_kept(site: StoreSite, home: Path):
     arguments = ("save-init", str(home / "m"), "--out", "s3://bucket/out", "--mesh")
     assert site.run_prep(*arguments, "1,4,1")["already"] is False
@@ -556,6 +555,7 @@ def test_writes_survive_faults_of_the_store(site: StoreSite, home: Path, scheme:
     assert site.store.objects_below("bucket/out/") == convert_locally(site, arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", slow_except([b"x", None], [None]))
 def test_an_object_of_a_second_writer_stays(site: StoreSite, home: Path, content: bytes | None):
     arguments = (*words("save-init", home), "--out", "gs://bucket/out")

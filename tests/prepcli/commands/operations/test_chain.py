@@ -213,7 +213,6 @@ def test_edited_manifest_breaks_the_link_of_the_next_output(chain: Path, folder:
     assert (ends(broken), broken.status) == ((output, folder), "failed")
 
 
-@pytest.mark.slow
 def test_sums_of_a_merge_are_not_shown(chain: Path):
     base, adapter, *_ = prep.verify_chain("merged").links
     assert (base.status, adapter.status) == ("holds", "holds")
@@ -286,7 +285,6 @@ def test_outputs_of_earlier_versions_are_proven_by_their_values(chain: Path):
     assert (broken.status, broken.reason) == ("not proven", "its manifest records no source")
 
 
-@pytest.mark.slow
 def test_start_without_manifest_is_proven_by_its_first_rows_only(chain: Path):
     recipe = Path("recipe.toml").read_text().replace('path = "init"', 'path = "padded-copy"')
     shutil.copytree("padded", "padded-copy", ignore=shutil.ignore_patterns("prep-manifest.json"))
@@ -310,7 +308,6 @@ def test_random_start_begins_the_chain(chain: Path):
     assert (proof.links, proof.origins) == ((), ("runs/random/3",))
 
 
-@pytest.mark.slow
 def test_lock_applies_to_the_first_model(chain: Path):
     prep.lock("tiny")
     assert prep.verify_chain("hf", lock="tiny.lock.json")

@@ -83,7 +83,6 @@ def test_first_layers_are_compared_with_the_first_layers(model: Path):
     assert "missing tensors of m" in only_link("one").reason
 
 
-@pytest.mark.slow
 def test_keys_of_a_replaced_config_are_listed(model: Path):
     config = json.loads(Path("m/config.json").read_text())
     Path("other.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
@@ -104,7 +103,6 @@ def test_added_file_is_not_shown(model: Path):
     assert link.changed == "other files: chat_template.jinja"
 
 
-@pytest.mark.slow
 def test_copied_file_is_compared(model: Path):
     Path("m/modeling.py").write_text("x = 1")
     prep.save_init(model, "out", copy=["*.py"])

@@ -572,7 +572,6 @@ def test_prediction_layer_of_a_text_part_is_a_tower(capsys: Capture):
     assert prep.verify("hf", "m-init")
 
 
-@pytest.mark.slow
 def test_trained_run_exports_prediction_layers():
     make_training_folder()
     tensors = read_tensors(Path("tiny"))

@@ -61,7 +61,6 @@ def eval_json(capsys: Capture, checkpoint: str, *words: str) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.slow
 def test_eval_reports_each_source_and_all(work_dir: Path, capsys: Capture):
     both = eval_json(capsys, "tiny", "--data", "first=a.txt", "--data", "b.txt")
     assert set(both["sources"]) == {"first", "b.txt"}

@@ -162,7 +162,6 @@ def test_batch_size_does_not_change_tokens(work_dir: Path, capsys: Capture):
     )
 
 
-@pytest.mark.slow
 def test_new_tokens_default_to_learned_positions(work_dir: Path, capsys: Capture):
     make_checkpoint(Path("neo"), GPT_NEO, max_position_embeddings=9, eos_token_id=None)
     assert len(run_json(capsys, "generate", "neo", "--tokens", "1,2,3")["tokens"][0]) == 7

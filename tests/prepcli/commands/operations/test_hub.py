@@ -248,7 +248,6 @@ def test_stream_rejects_unsupported_formats(files, tmp_path: Path):
         )
 
 
-@pytest.mark.slow
 def test_broken_header_error_names_the_model(files, tmp_path: Path):
     broken = files | {"model-00001-of-00003.safetensors": b"\x00" * 3000}
     with serve_site(broken, tmp_path) as site:
@@ -385,7 +384,6 @@ def test_push_of_a_finished_export_uploads_once(init: Path, tmp_path: Path):
         assert not [line for line in hub.requests if line.startswith("PUT")]
 
 
-@pytest.mark.slow
 def test_push_uploads_to_the_named_branch(init: Path, tmp_path: Path):
     with serve_push_hub() as hub:
         report = Runner(hub, tmp_path)("export", str(init), "--out", "hf", "--push", "o/m@padded")

@@ -122,7 +122,6 @@ def test_modules_compute_encoder_decoder_logits(tmp_path: Path):
     assert sums[0].loss == sums[1].loss != sums[2].loss
 
 
-@pytest.mark.slow
 def test_module_loss_sums_equal_sums_over_logits(model: Path):
     nnx = pytest.importorskip("flax.nnx")
     module, (linen, variables) = prep.nnx_model(model), prep.linen_model(model)

@@ -245,7 +245,6 @@ def test_lock_of_a_mapped_checkpoint_covers_its_files(
     assert not Path("new").exists()
 
 
-@pytest.mark.slow
 def test_chain_does_not_prove_the_tensors_of_a_map(tensors: dict[str, np.ndarray], capsys: Capture):
     """The manifest has the digest of the map, and not its rows."""
     run_ok("save-init", "own", "--map", "own.map", "--out", "init")
@@ -278,7 +277,6 @@ def identity_map(names: Iterable[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.slow
 def test_map_of_quantized_weights_needs_decoded_ones(capsys: Capture):
     make_quantized(Path("fp8"), "fp8", base=LLAMA)
     shutil.copytree("fp8", "own")

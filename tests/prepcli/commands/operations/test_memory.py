@@ -281,10 +281,12 @@ def test_conversions_import_no_framework(folder: Path):
     check_imports(folder, HEAVY_MODULES, LIGHT_COMMANDS)
 
 
+@pytest.mark.slow
 def test_conversion_imports_no_unused_feature(folder: Path):
     check_imports(folder, UNUSED_MODULES, [["save-init", "./m", "--out", "unused-features"]])
 
 
+@pytest.mark.slow
 def test_commands_on_an_item_import_no_recipe(folder: Path):
     """The models of recipe tables take 0.3 s to build. Only the export of a training state reads a recipe."""
     commands = [
@@ -296,6 +298,7 @@ def test_commands_on_an_item_import_no_recipe(folder: Path):
     check_imports(folder, ["trainer.recipe"], commands)
 
 
+@pytest.mark.slow
 def test_dry_run_imports_no_array_library(folder: Path):
     check_imports(
         folder, (*HEAVY_MODULES, "ml_dtypes"), [["save-init", "./m", "--dry-run", "--out", "x"]]

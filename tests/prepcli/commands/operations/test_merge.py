@@ -427,6 +427,7 @@ def data_positions(adapter: Path) -> list[int]:
     return [position for t in tensors for position in (t.offset, t.offset + t.nbytes - 1)]
 
 
+@pytest.mark.slow
 def test_merge_refuses_a_flipped_bit_in_each_tensor(adapter: Path, capsys: Capture):
     for position in data_positions(adapter):
         flip_byte(adapter / ADAPTER_FILE, position)

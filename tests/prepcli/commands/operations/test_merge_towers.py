@@ -111,9 +111,7 @@ def assert_values(folder: str, expected: Mapping[str, np.ndarray]) -> None:
         np.testing.assert_allclose(merged[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "version"), slow_except(CASES, [("gemma3", 5), ("llava", 4)])
-)
+@pytest.mark.parametrize(("model_type", "version"), slow_except(CASES, [("llava", 4)]))
 def test_adapter_of_a_multimodal_class_merges(model_type: str, version: int):
     values = write_hub_model(model_type)
     number = 1 if version == 5 else 2
@@ -130,6 +128,7 @@ def test_adapter_of_a_multimodal_class_merges(model_type: str, version: int):
     assert_values("from-init", expected)
 
 
+@pytest.mark.slow
 def test_adapter_of_a_multimodal_class_merges_into_its_text_model():
     values = write_hub_model("llava")
     run_ok("save-init", "./m", "--out", "init")
@@ -403,6 +402,7 @@ def logits(model: Any, inputs: Mapping[str, Any]) -> np.ndarray:
         return model(**inputs).logits.numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(list(PARITY_CASES), ["llava"]))
 def test_merge_equals_the_merge_of_peft(name: str):
     case = PARITY_CASES[name]

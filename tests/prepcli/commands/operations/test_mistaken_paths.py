@@ -160,7 +160,9 @@ def test_commands_without_function_expand_a_tilde(
 
 
 @pytest.mark.usefixtures("models")
-@pytest.mark.parametrize("out", ["new/../x", "new/deep/../../x", "./new/../m/../x"])
+@pytest.mark.parametrize(
+    "out", slow_except(["new/../x", "new/deep/../../x", "./new/../m/../x"], ["new/deep/../../x"])
+)
 def test_output_leaves_no_folder_on_its_way(out: str):
     before = {path.name for path in Path().iterdir()}
     assert main(["save-init", "m", "--out", out, "-q"]) == OK

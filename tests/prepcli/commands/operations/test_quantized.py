@@ -105,7 +105,6 @@ def test_codes_and_scales_are_kept_by_default(name: str):
     assert Path("exported/config.json").read_bytes() == Path("m/config.json").read_bytes()
 
 
-@pytest.mark.slow
 def test_cast_of_kept_scales_is_refused():
     make_quantized(Path("m"), "fp8")
     with pytest.raises(UsageError, match="would cast scales"):

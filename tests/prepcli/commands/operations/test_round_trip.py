@@ -170,7 +170,6 @@ def test_repeated_request_is_already_done(capsys: Capture):
     assert before == {p: p.stat().st_mtime_ns for p in Path("m-init").rglob("*")}
 
 
-@pytest.mark.slow
 def test_other_request_needs_overwrite(capsys: Capture):
     make_checkpoint(Path("m"))
     run_ok("save-init", "./m")

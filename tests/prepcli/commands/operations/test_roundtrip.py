@@ -229,7 +229,6 @@ def test_changed_config_is_a_difference(model: Path, monkeypatch: MonkeyPatch):
     assert way.reason == "another config `rms_norm_eps`"
 
 
-@pytest.mark.slow
 def test_lost_and_added_files_are_differences(model: Path, monkeypatch: MonkeyPatch):
     def change_files(folder: Path) -> None:
         (folder / "tokenizer.json").unlink()

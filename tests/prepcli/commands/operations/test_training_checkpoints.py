@@ -168,7 +168,6 @@ def test_repeated_reshard_of_a_run_is_already_done(work_dir: Path, capsys: Captu
     assert "its files are damaged" in err
 
 
-@pytest.mark.slow
 def test_params_only_writes_an_init(work_dir: Path, capsys: Capture):
     out, err = run_stdout_stderr(capsys, "reshard", "tuned", "--params-only", "--mesh", "1,2,2")
     assert out == "tuned-1x2x2\n"

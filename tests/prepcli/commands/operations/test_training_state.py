@@ -120,6 +120,7 @@ def test_cast_moments_are_named(folder: dict[int, float], capsys):
     assert warning in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_averages_of_one_side_are_named(folder: dict[int, float], capsys):
     train("averaged", "optimizer.ema=0.9", stop_after=1)
     start = ("--set", "model.training_state=true", "--set", "data.tokenizer=tiny", "--dry-run")

@@ -205,6 +205,7 @@ def test_import_without_state_reads_the_model(torch_folder: None):
     assert_same(exported_tensors("model-only"), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_app", slow_except([True, False], [False]))
 def test_keys_of_the_tutorial_of_pytorch_are_read(torch_folder: None, is_app: bool):
     from torch.distributed.checkpoint.state_dict import get_state_dict

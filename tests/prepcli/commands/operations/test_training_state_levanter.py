@@ -224,6 +224,7 @@ def test_import_names_what_prep_does_not_have(levanter_folder: None):
     assert (fields["step"], fields["training_state"]["updates"]) == (HALF + 2, HALF)
 
 
+@pytest.mark.slow
 def test_import_names_other_leaves_of_averages(levanter_folder: None):
     zeros = np.zeros(3, np.float32)
     write_state("averages", {f"{AVERAGES}value_head": zeros, "model_averaging.decay": zeros[0]})
@@ -248,12 +249,15 @@ def test_invalid_counter_is_an_error(levanter_folder: None, capsys, leaf: str, v
 
 @pytest.mark.parametrize(
     ("removed", "message"),
-    [
-        # Lion has first moments only.
-        (f"{ADAM}nu.", f"no leaf is in {ADAM}nu"),
-        (f"{ADAM}nu.transformer.norm.weight", "has no opt_state.adam.nu of model.norm.weight"),
-        (f"{AVERAGES}transformer.norm.weight", "has no opt_state.ema of model.norm.weight"),
-    ],
+    slow_except(
+        [
+            # Lion has first moments only.
+            (f"{ADAM}nu.", f"no leaf is in {ADAM}nu"),
+            (f"{ADAM}nu.transformer.norm.weight", "has no opt_state.adam.nu of model.norm.weight"),
+            (f"{AVERAGES}transformer.norm.weight", "has no opt_state.ema of model.norm.weight"),
+        ],
+        [(f"{ADAM}nu.", f"no leaf is in {ADAM}nu")],
+    ),
 )
 def test_incomplete_state_is_an_error(levanter_folder: None, capsys, removed: str, message: str):
     write_state("incomplete", {}, removed)
@@ -473,6 +477,7 @@ def test_parameters_alone_are_read_from_a_step(tunix_folder: None):
         assert same_state(read_leaves(moved), params)
 
 
+@pytest.mark.slow
 def test_two_items_are_written_to_a_bucket(tunix_folder: None, monkeypatch, tmp_path: Path):
     with use_objects(monkeypatch) as store:
         run_ok(
@@ -499,6 +504,7 @@ def test_export_names_what_tunix_does_not_have(tunix_folder: None, capsys):
     assert "opt_state.ema of half" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_import_from_tunix_names_what_prep_does_not_have(tunix_folder: None):
     """A run with `gradient_accumulation_steps` has `optax.MultiSteps` around the optimizer."""
     params, state = restore_items(STEP)

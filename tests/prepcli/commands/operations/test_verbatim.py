@@ -107,10 +107,10 @@ def layered_model() -> dict[str, StoredTensor]:
 @pytest.mark.parametrize(
     "options",
     [
-        (),
+        pytest.param((), marks=pytest.mark.slow),
         pytest.param(("--mesh", "1,2,2"), marks=pytest.mark.slow),
         pytest.param(("--no-scan", "--mesh", "1,1,4"), marks=pytest.mark.slow),
-        ("--scan-axis", "1"),
+        pytest.param(("--scan-axis", "1"), marks=pytest.mark.slow),
         ("--rule", r"re:experts\.weight$=none,mp,fsdp", "--mesh", "1,2,2"),
         pytest.param(("--compress", "zstd"), marks=pytest.mark.slow),
     ],
@@ -300,6 +300,7 @@ def test_old_output_stays_verbatim_when_its_family_is_known(tensors: dict[str, S
         assert safetensors_bytes(Path(f"{source}-hf")) == tensors
 
 
+@pytest.mark.slow
 def test_export_of_an_old_output_trains_with_its_family(tensors: dict[str, StoredTensor]):
     run_ok("export", "old", "--out", "hf")
     run_ok("save-init", "./hf", "--no-verbatim", "--mesh", "1,2,1", "--out", "init")
@@ -440,6 +441,7 @@ def folder_files(folder: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stream",
     [("--stream",), pytest.param((), marks=pytest.mark.slow)],
@@ -476,6 +478,7 @@ def test_bucket_is_source_and_target(
     assert Path("hf/config.json").read_bytes() == SHORT_CONFIG
 
 
+@pytest.mark.slow
 def test_several_processes_write_one_output(large_tensors: dict[str, StoredTensor], tmp_path: Path):
     words = ("save-init", "./m", "--mesh", "1,2,2", "--out", "init", "-q")
     assert run_two_processes(*words, cwd=tmp_path) == [0, 0]

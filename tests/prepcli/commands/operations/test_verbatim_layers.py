@@ -63,7 +63,7 @@ def num_layers_with_experts(config: dict[str, Any]) -> int:
 
 # Equal layers, patterns and lists of layers, dense layers before experts, and two stacks. Tests below cut each kind of
 # list and section of a config.
-FAST_FAMILIES = ("gpt_neo", "gemma3_text", "deepseek_v3", "t5")
+FAST_FAMILIES = ("gpt_neo", "deepseek_v3", "t5")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,11 @@ def test_dense_layers_of_moe_model_are_not_a_model(capsys: Capture):
     assert "all 1 layers are dense" in message
 
 
-@pytest.mark.parametrize("options", [(), ("--verbatim",)], ids=["family", "verbatim"])
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("--verbatim",), marks=pytest.mark.slow)],
+    ids=["family", "verbatim"],
+)
 @pytest.mark.parametrize("model_type", slow_except(["deepseek_v3", "glm4_moe"], ["glm4_moe"]))
 def test_layers_of_multi_token_prediction_are_removed(model_type: str, options: tuple[str, ...]):
     """Layer 3 follows the 3 layers of the model, as layer 61 follows layer 60 in DeepSeek-V3."""
@@ -131,6 +135,7 @@ GEMMA4_SHARED = GEMMA4 | {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "layers", "num_shared"),
     slow_except(
@@ -176,6 +181,7 @@ def test_first_layers_of_gemma_4_may_not_change_their_attention(capsys: Capture)
     assert "the last of 2 layer_types must be full_attention" in message
 
 
+@pytest.mark.slow
 def test_damaged_columns_of_later_layers_are_found(capsys: Capture):
     make_checkpoint(Path("m"), GEMMA4, legacy=False)
     run_ok("save-init", "./m")
@@ -222,7 +228,8 @@ def write_golden(model_type: str) -> dict[str, StoredTensor]:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "section"), [("deepseek_v3", ""), ("gemma3", "text_config")]
+    ("model_type", "section"),
+    slow_except([("deepseek_v3", ""), ("gemma3", "text_config")], [("gemma3", "text_config")]),
 )
 def test_verbatim_model_keeps_its_first_layers(model_type: str, section: str):
     tensors = write_golden(model_type)
@@ -413,7 +420,7 @@ def test_cut_file_of_a_rank_is_rejected(capsys: Capture):
     assert "it is cut short" in message
 
 
-@pytest.mark.parametrize("name", [METADATA_FILE, "__0_0.distcp"])
+@pytest.mark.parametrize("name", slow_except([METADATA_FILE, "__0_0.distcp"], ["__0_0.distcp"]))
 def test_damaged_distributed_checkpoint_raises_one_error(name: str):
     shutil.copytree(DCP_FOLDER, "m")
     data = Path("m", name).read_bytes()
