@@ -18,6 +18,7 @@ import pytest
 
 from prepcli.core import sandbox
 from prepcli.core.sandbox import MIB, Limits, Sandbox, SandboxError, SandboxLimitError
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.waiting import wait_until
 
 LIMITS = Limits(64 * MIB, cpu_s=1)
@@ -157,6 +158,7 @@ def test_limits_of_a_call_do_not_bound_the_next_request():
     assert box.call("find", data, limits=Limits(1024 * MIB, cpu_s=10)) == [-1]
 
 
+@pytest.mark.slow
 def test_ignored_signal_of_the_parent_does_not_lift_the_time_limit():
     before = signal.signal(signal.SIGXCPU, signal.SIG_IGN)
     try:
@@ -202,7 +204,10 @@ def test_next_sandbox_uses_the_same_child():
     assert module("os").call("getpid", limits=LIMITS) == [pid]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    slow_except([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], [signal.SIGTERM]),
+)
 def test_child_survives_signals_to_the_job(number: signal.Signals):
     box = module("signal")
     assert box.call("raise_signal", number, limits=LIMITS) == [None]

@@ -218,7 +218,7 @@ def test_run_of_the_trainer_converts(layout: str, model: str):
     assert_same(read_tensors(Path("back")), tensors)
 
 
-@pytest.mark.parametrize("layout", slow_except(MAIN_LAYOUTS, ["maxtext", "torchtitan"]))
+@pytest.mark.parametrize("layout", slow_except(MAIN_LAYOUTS, ["torchtitan"]))
 def test_tied_head_is_stored_as_the_trainer_stores_it(layout: str):
     """The names of torchtitan are both, and the others have no leaf."""
     config = MODELS["qwen3" if layout == "torchtitan" else "qwen2"]
