@@ -498,6 +498,7 @@ def train_with_torch(model: Any, ids: np.ndarray) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(list(STEP_CASES), ["all"]))
 def test_steps_of_adapters_equal_those_of_peft(name: str):
     config, settings = STEP_CASES[name]
