@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.slow_cases import slow_except
-
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "how-to" / "add-a-family.md"
 
@@ -71,9 +69,10 @@ def mask_rounding_errors(text: str) -> str:
     return re.sub(r"\d\.\de-0[678]|0\.0e\+00", "small", text)
 
 
-@pytest.mark.parametrize("check", slow_except(["logits", ""], ["logits"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ["logits", ""])
 def test_guide_steps_work(tmp_path: Path, check: str):
-    """Run all commands; of `check-family`, the named check, or all checks in the slow test."""
+    """Run all commands; of `check-family`, the named check, or all checks."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     n_commands = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import prepcli
@@ -34,12 +35,15 @@ WITHOUT_HINT = {
 }
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    """Yield the path of each module below the folder of the packages, and its syntax tree."""
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Return the syntax tree of each module by its path below the folder of the packages."""
+    trees: dict[str, ast.Module] = {}
     for package in (prepcli, trainer):
         (folder,) = map(Path, package.__path__)
         for path in sorted(folder.rglob("*.py")):
-            yield path.relative_to(folder.parent).as_posix(), ast.parse(path.read_text("utf-8"))
+            trees[path.relative_to(folder.parent).as_posix()] = ast.parse(path.read_text("utf-8"))
+    return trees
 
 
 def docstrings(tree: ast.Module) -> set[int]:
@@ -76,7 +80,7 @@ def errors_without_hint(tree: ast.Module) -> Iterator[str]:
 
 def test_no_string_quotes_an_option_or_a_command():
     found: list[str] = []
-    for name, tree in modules():
+    for name, tree in modules().items():
         if not name.startswith(TERMINAL_MODULES):
             found += [f"{name}: {string}" for string in quoted_strings(tree)]
     assert found == []
@@ -84,7 +88,7 @@ def test_no_string_quotes_an_option_or_a_command():
 
 def test_errors_have_a_hint():
     found: list[str] = []
-    for name, tree in modules():
+    for name, tree in modules().items():
         if name not in WITHOUT_HINT:
             found += [f"{name}: {call}" for call in errors_without_hint(tree)]
     assert found == []

@@ -9,7 +9,7 @@ import pytest
 import zstandard
 
 from tests.helpers import golden_outputs
-from tests.helpers.golden_cases import Case, all_cases, is_default
+from tests.helpers.golden_cases import Case, all_cases, default_cases
 from tests.helpers.golden_outputs import (
     Output,
     explain,
@@ -54,7 +54,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeObjectStore]
         yield store
 
 
-@pytest.mark.parametrize("name", slow_except(CASES, is_default))
+@pytest.mark.parametrize("name", slow_except(CASES, default_cases()))
 def test_output_has_the_recorded_bytes(store: FakeObjectStore, name: str):
     if CASES[name].package:
         pytest.importorskip(CASES[name].package)

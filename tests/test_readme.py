@@ -48,8 +48,12 @@ FLAX_GUIDE = GUIDES_FOLDER / "flax.md"
 SCRIPTS_WITH_TESTS = (README, FLAX_GUIDE)
 # test_add_a_family runs the commands of FAMILY_GUIDE, and compares its code with the checkout.
 GUIDES = [page for page in sorted(GUIDES_FOLDER.glob("*.md")) if page != FAMILY_GUIDE]
-# Pages that train or start processes for more than a few seconds.
-SLOW_PAGES = ("notebooks.md", "prove.md")
+# Pages that train, generate, or start processes for more than a second. By default the session of the README, and pages
+# on each other subject, show that blocks are run.
+SLOW_PAGES = (
+    "any-model.md", "buckets.md", "convert.md", "evaluate.md", "generate.md", "launch.md", "lora.md", "notebooks.md",
+    "other-trainers.md", "plan.md", "prove.md", "train.md", "training-state.md", "tutorial.md",
+)  # fmt: skip
 # The setup of pages without one, outside of the guides.
 DEFAULT_SETUP = "gpt-neo-1.3B text.txt"
 
@@ -283,7 +287,8 @@ def test_python_of_the_readme_works(folder: Path) -> None:
     assert names["params"]["layers"]["attn"]["q"]["weight"].shape == (3, 8, 8, 64)
 
 
-@pytest.mark.parametrize("number", slow_except((0, 1), (0,)))
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
 def test_python_of_the_flax_guide_fine_tunes_and_exports(folder: Path, number: int) -> None:
     pytest.importorskip("flax")
     copy_input("gpt-neo-1.3B", folder)

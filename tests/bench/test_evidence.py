@@ -168,6 +168,7 @@ def test_make_model_checks_disk_space_first(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_plan_figures_creates_only_a_sparse_model(tmp_path: Path) -> None:
     figures = plan_figures(tmp_path)
     assert figures["chunks"] > 256

@@ -14,6 +14,7 @@ def test_flops_follow_the_formula():
     assert flops.full - flops.causal == 6 * 32 * 128 * 2048**2
 
 
+@pytest.mark.slow
 def test_full_flops_equal_the_compiled_reference():
     """The compiler also counts elementwise operations, and the convention omits the second pass over the scores."""
     shape, num_tokens = "tiny", 256
@@ -34,6 +35,7 @@ def test_peaks_are_found_by_device_kind():
     assert device_peak("cpu") is None
 
 
+@pytest.mark.slow
 def test_table_has_times_and_reasons(capsys: pytest.CaptureFixture[str]):
     main(["--shapes", "tiny", "--tokens", "16", "--dtype", "float32", "--repeats", "1"])
     rows = [line.split(maxsplit=3) for line in capsys.readouterr().out.splitlines()[2:]]

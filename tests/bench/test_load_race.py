@@ -18,6 +18,7 @@ from bench import load_race
 from bench.load_race import Race, RaceRow, matrices_of, race_text, run_race, serve_bucket
 from bench.race_loaders import COLUMNS, ROWS, SPLITS, Job, leaf_index, shard_index, word_sum
 from bench.throttled_store import ThrottledStore, Traffic, serve_throttled
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.waiting import wait_until
 
@@ -114,7 +115,9 @@ def race(bucket: Path, tmp_path: Path) -> Iterator[Race]:
         yield Race(url, tmp_path / "race", sys.executable, nbytes, total)
 
 
-@pytest.mark.parametrize("loader", ["prep, folder", "TensorStore, item"])
+@pytest.mark.parametrize(
+    "loader", slow_except(["prep, folder", "TensorStore, item"], ["TensorStore, item"])
+)
 def test_race_loads_every_byte_once(race: Race, loader: str):
     row = run_race(race, loader, 1, ROWS, kill=False)
     assert row.error == ""
@@ -124,6 +127,7 @@ def test_race_loads_every_byte_once(race: Race, loader: str):
     assert row.peak_nbytes > row.start_nbytes > 0
 
 
+@pytest.mark.slow
 def test_load_after_a_kill_sends_bytes_twice(race: Race):
     row = run_race(race, "TensorStore, item", 1, ROWS, kill=True)
     assert row.error == ""
@@ -132,6 +136,7 @@ def test_load_after_a_kill_sends_bytes_twice(race: Race):
     assert row.traffic.repeated_nbytes < race.weights_nbytes // 4
 
 
+@pytest.mark.slow
 def test_loader_that_fails_is_a_row_with_its_error(race: Race):
     row = run_race(race, "Orbax, item", 1, ROWS, kill=False)
     assert row.error != ""

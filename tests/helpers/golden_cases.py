@@ -320,15 +320,46 @@ REPEATED = (
     "gpt_neo", "mixtral", "deepseek_v3", "gemma2", "qwen2", "qwen3", "phi3", "gpt_neox", "llama4_text", "qwen3_vl",
     "llama-fp16", "torch-sharded", "flax-sharded", "flax-neo",
 )  # fmt: skip
+# Options whose values are forms of an output.
+FORMS = ("--layout", "--format", "--storage", "--quantized", "--dtype", "--init")
 
 
-def is_default(name: str) -> bool:
-    """Return whether the default suite runs a case.
+def traits_of(item: Case) -> set[tuple[str, ...]]:
+    """Return what a case shows: its command with each form, option, kind of source, and use of a bucket."""
+    command, source, *words = item.words
+    if item.is_trained:
+        return {(command, "trained")}
+    if "--training-state" in words:
+        command = f"{command} --training-state"
+    # A reshard moves the leaves of any model alike.
+    is_any_model = command == "reshard" and source.endswith("-init")
+    traits = {(command, "source", "init" if is_any_model else source.split("/")[-1])}
+    if source.startswith(BUCKET):
+        traits.add((command, "source in a bucket"))
+    if item.out.startswith(BUCKET):
+        traits.add((command, "output in a bucket"))
+    for option, value in zip(words, [*words[1:], ""]):
+        if option in FORMS:
+            traits.add((command, option, value))
+        elif option.startswith("--"):
+            traits.add((command, option))
+    if {"--compress", "--storage"} <= {*words}:
+        traits.add((command, "compressed", words[words.index("--storage") + 1]))
+    return traits
 
-    It leaves out models that repeat the layers of another one, a second level of compression, and the certificate of
-    every way, which takes ten seconds.
+
+def default_cases() -> set[str]:
+    """Return the names of the cases of the default suite: each is the first one that shows one of its traits.
+
+    The certificate of every way takes ten seconds. It is left out, as are models that repeat the layers of another one.
     """
-    command, source, *_ = name.split()
-    if command == "roundtrip" or "zstd:9" in name:
-        return False
-    return source.removesuffix("-init") not in REPEATED
+    shown: set[tuple[str, ...]] = set()
+    names: set[str] = set()
+    for name, item in all_cases().items():
+        command, source, *_ = item.words
+        is_repeated = source.removeprefix("./").removesuffix("-init") in REPEATED
+        if command == "roundtrip" or is_repeated or traits_of(item) <= shown:
+            continue
+        shown |= traits_of(item)
+        names.add(name)
+    return names

@@ -62,6 +62,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_table_and_diffs_show_surviving_mutants(
     repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -105,6 +106,7 @@ def test_records_of_another_commit_are_refused(repository: Path, tmp_path: Path)
         mutants.record_reach(repository, folder, [])
 
 
+@pytest.mark.slow
 def test_endless_loop_ends_at_the_timeout(repository: Path):
     (mutant,) = [
         mutant
