@@ -141,7 +141,7 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_limits")
-@pytest.mark.parametrize("name", slow_except(GROWTH, ["precompiled maps", "sequence"]))
+@pytest.mark.parametrize("name", slow_except(GROWTH, ["precompiled maps"]))
 def test_normalizer_that_grows_texts_is_an_error(tmp_path: Path, name: str):
     tokenizer = load_tokenizer(write_parts(tmp_path, {"normalizer": GROWTH[name]}))
     with pytest.raises(PrepError, match=r"it needs more than 2[0-9][0-9] MiB of memory"):

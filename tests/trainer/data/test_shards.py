@@ -160,7 +160,7 @@ def test_layout_has_a_limited_number_of_shards():
     assert divide_files(files, "json", min_nbytes=1, max_shards=64).n_shards <= 64
 
 
-@pytest.mark.parametrize("of", [1, 2, 4, 9])
+@pytest.mark.parametrize("of", slow_except([1, 2, 4, 9], [1, 4]))
 def test_store_has_the_bytes_of_one_process(
     config: TokenizeConfig, of: int, monkeypatch: pytest.MonkeyPatch
 ):
@@ -175,19 +175,27 @@ def test_store_has_the_bytes_of_one_process(
 @pytest.mark.parametrize("nbytes", slow_except([90, 1000], [90]))
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"type": "json", "fields": "[text], text"},
-        {"type": "json", "max_examples": 9},
-        {"type": "json", "bad_lines": 3},
-        {"type": "json", "bad_lines": 3, "suffix": "list"},
-        {"type": "json", "suffix": ".gz"},
-        {"type": "json", "suffix": ".zst"},
-        {"type": "csv"},
-        {"type": "csv", "bad_lines": 3},
-        {"type": "text"},
-        {"type": "text", "prepend_text": "the "},
-        {"type": "json", "packing": "documents", "overlong": "truncate"},
-    ],
+    slow_except(
+        [
+            {"type": "json", "fields": "[text], text"},
+            {"type": "json", "max_examples": 9},
+            {"type": "json", "bad_lines": 3},
+            {"type": "json", "bad_lines": 3, "suffix": "list"},
+            {"type": "json", "suffix": ".gz"},
+            {"type": "json", "suffix": ".zst"},
+            {"type": "csv"},
+            {"type": "csv", "bad_lines": 3},
+            {"type": "text"},
+            {"type": "text", "prepend_text": "the "},
+            {"type": "json", "packing": "documents", "overlong": "truncate"},
+        ],
+        [
+            {"type": "json", "bad_lines": 3, "suffix": "list"},
+            {"type": "json", "packing": "documents", "overlong": "truncate"},
+            {"type": "csv"},
+            {"type": "text"},
+        ],
+    ),
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
 def test_division_keeps_the_tokens(

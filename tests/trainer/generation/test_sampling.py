@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import Array, lax
 
@@ -87,7 +87,6 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     top_k=st.integers(0, VOCAB_SIZE + 2),
     top_p=st.sampled_from([1e-6, 0.1, 0.35, 0.6, 0.9, 0.999, 1.0]),
 )
-@settings(max_examples=150, deadline=None)
 def test_warp_logits_matches_probabilities(
     logits: list[float], temperature: float, top_k: int, top_p: float
 ):
@@ -107,7 +106,10 @@ def test_top_k_keeps_ties_with_kth_token():
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(1.0), Sampling(0.5, top_k=4), Sampling(2.0, top_p=0.7), Sampling(1.5, 6, 0.8)],
+    slow_except(
+        [Sampling(1.0), Sampling(0.5, top_k=4), Sampling(2.0, top_p=0.7), Sampling(1.5, 6, 0.8)],
+        [Sampling(1.5, 6, 0.8)],
+    ),
 )
 def test_sampled_frequencies_match_probabilities(sampling: Sampling):
     """A chi-square statistic with at most 11 degrees of freedom exceeds 40 in 1 of 30,000 cases."""
@@ -376,6 +378,7 @@ def test_ring_cache_logits_equal_full_cache(name: str, monkeypatch: pytest.Monke
     np.testing.assert_allclose(logits, prefilled_logits(tiny, params, tokens), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(CONFIGS, ("gpt_neo",)))
 def test_ring_cache_tokens_equal_full_cache(name: str, monkeypatch: pytest.MonkeyPatch):
     tiny, params = random_params(name)

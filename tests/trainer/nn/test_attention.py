@@ -114,12 +114,9 @@ def test_left_padded_row_matches_shorter_sequence():
     """Row 1 has two padding slots before its first token."""
     start_slots = np.array([[0], [2]])
     positions = jnp.arange(T) - start_slots
-    padded = attend_with_mask(
-        jnp.asarray(X), AttentionMask(positions, positions, kv_valid=positions >= 0)
-    )
-    short = attention(
-        jnp.asarray(X[1:, 2:]), WEIGHTS, LayerContext(make_arch(), causal_mask(jnp.arange(T - 2)))
-    )[0]
+    mask = AttentionMask(positions, positions, kv_valid=positions >= 0)
+    padded = jax.jit(lambda x: attend_with_mask(x, mask))(X)
+    short = jax.jit(lambda x: attend_with_mask(x, causal_mask(jnp.arange(T - 2))))(X[1:, 2:])
     np.testing.assert_allclose(padded[0], attend(X, WEIGHTS, FULL_ATTENTION)[0], atol=1e-5)
     np.testing.assert_allclose(padded[1, 2:], short[0], atol=1e-5)
     assert np.isfinite(padded).all(), "a query without visible keys must be finite"
@@ -220,6 +217,14 @@ def test_attention_with_cache_matches_whole_sequence(window: int, prefill_length
     assert (int(cache.length), int(cache.layer)) == (T, 0)
 
 
+@partial(jax.jit, static_argnames="window")
+def append(cache: KVCache, new: Array, window: int) -> tuple[KVCache, KV, Array]:
+    """Append new keys, which are also the values, and return the keys and slots of the layer."""
+    slots = cache.key_slots(window, new.shape[1])
+    cache, kv = cache.append(KV(new, new), window, UNSHARDED)
+    return cache.advance(new.shape[1]), kv, slots
+
+
 @settings(max_examples=15)
 @given(num_slots=st.sampled_from((1, 2, 5, 8)), window=st.integers(0, 9), data=st.data())
 def test_key_slots_number_the_appended_tokens(num_slots: int, window: int, data: st.DataObject):
@@ -234,9 +239,8 @@ def test_key_slots_number_the_appended_tokens(num_slots: int, window: int, data:
             np.arange(start, stop, dtype=np.float32)[:, None, None],
             (2, stop - start, 2, HEAD_DIM),
         )
-        slots = np.asarray(cache.key_slots(window, stop - start))
-        cache, kv = cache.append(KV(jnp.asarray(new), jnp.asarray(new)), window, UNSHARDED)
-        cache = cache.advance(stop - start)
+        cache, kv, all_slots = append(cache, new, window)
+        slots = np.asarray(all_slots)
         is_filled = (slots >= 0) & (slots < stop)
         assert (kv.keys[:, is_filled] == slots[is_filled][:, None, None]).all()
         assert (kv.keys == kv.values).all()

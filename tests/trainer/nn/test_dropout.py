@@ -203,8 +203,12 @@ def test_gradient_has_the_mask_of_the_output():
 def test_backward_pass_saves_no_mask():
     """The residuals of a layer are the keys, not one element per activation."""
     masks, x = layer_dropout(make_dropout()), jnp.ones((ROWS, LENGTH, WIDTH))
-    pullback = jax.vjp(lambda x: masks.drop_residual(x, DropoutSite.MLP_RESIDUAL), x)[1]
-    assert sum(leaf.size for leaf in jax.tree.leaves(pullback)) < x.size / 4
+
+    def pull_back(x: Array) -> Any:
+        return jax.vjp(lambda x: masks.drop_residual(x, DropoutSite.MLP_RESIDUAL), x)[1]
+
+    saved = jax.tree.leaves(jax.eval_shape(pull_back, x))
+    assert sum(leaf.size for leaf in saved) < x.size / 4
 
 
 def test_rows_keep_their_masks_in_any_batch():
@@ -356,7 +360,13 @@ def block_by_formula(x: Array, weights: Mapping[str, Any], context: LayerContext
             return x + drop(attend(normed("attn_norm", x)), attended) + output
 
 
-@pytest.mark.parametrize("family", ["mistral", "opt-350m", "gemma2", "gpt_neox", "gptj", "exaone4"])
+@pytest.mark.parametrize(
+    "family",
+    slow_except(
+        ["mistral", "opt-350m", "gemma2", "gpt_neox", "gptj", "exaone4"],
+        ["mistral", "gemma2", "gptj"],
+    ),
+)
 def test_block_drops_outputs_before_residual_additions(family: str):
     tiny, tensors = tiny_transformer(GOLDEN[family]), random_tensors(GOLDEN[family])
     model, arch_config = tiny.model, tiny.model.arch_config
@@ -413,8 +423,7 @@ CONFIGS = GOLDEN | {"t5-short": GOLDEN["t5"] | {"num_layers": 1, "num_decoder_la
 FAMILIES = ("llama-biases", "t5", "t5-short", "gpt_neo", "gemma2", "mixtral", "opt-350m")
 
 
-# The layers of the second case are not scanned.
-FAST_CASES = [("t5-short", "scanned tiles"), ("t5-short", "saved")]
+FAST_CASES = [("t5-short", "saved")]
 
 
 @cache

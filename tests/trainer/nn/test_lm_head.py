@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prepcli.commands.testing.tiny_model import relative_error
 from prepcli.models.architecture import NO_SOFTCAP
 from tests.helpers.jaxprs import walk_equations
+from tests.helpers.slow_cases import slow_except
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.lm_head import (
     LMHead,
@@ -34,8 +35,8 @@ def loss_cases(draw) -> dict[str, Any]:
     """Draw sizes from few values, so that few programs are compiled, and arbitrary weights and targets."""
     return {
         "rows": 2,
-        "length": draw(st.sampled_from([1, 4, 7])),
-        "chunk": draw(st.sampled_from([-1, 1, 3, 7])),
+        "length": draw(st.sampled_from([1, 7])),
+        "chunk": draw(st.sampled_from([-1, 3, 7])),
         "vocab": 6,
         "padded": draw(st.sampled_from([6, 8])),
         "weights": draw(st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=14, max_size=14)),
@@ -98,6 +99,8 @@ def sums_and_gradients(
 
 
 compiled_sums_and_gradients = jax.jit(sums_and_gradients, static_argnums=4)
+compiled_logits = jax.jit(project_logits, static_argnums=2)
+compiled_row_sums = jax.jit(row_loss_sums, static_argnums=4)
 
 
 @settings(max_examples=40, deadline=None)
@@ -134,7 +137,7 @@ def test_chunked_loss_matches_naive_loss(case: dict[str, Any]):
 def test_sums_of_rows_match_the_naive_loss(case: dict[str, Any]):
     hidden, weight, targets, token_weights = make_arrays(case)
     head = LMHead(case["vocab"], case["chunk"], ONE_DEVICE)
-    sums = jax.jit(row_loss_sums, static_argnums=4)(hidden, weight, targets, token_weights, head)
+    sums = compiled_row_sums(hidden, weight, targets, token_weights, head)
     for row in range(case["rows"]):
         x, target, token_weight = (
             array[row : row + 1] for array in (hidden, targets, token_weights)
@@ -184,7 +187,7 @@ def test_loss_terms_match_formula(terms: LossTerms, softcap: float):
     assert float(gradients[0][1, 2].sum()) == pytest.approx(slope, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("smoothing", slow_except([0.0, 0.2], [0.2]))
 def test_training_sums_have_the_z_loss_apart(smoothing: float):
     case = {
         "rows": 2,
@@ -258,13 +261,9 @@ def test_bfloat16_gradient_is_rounded_once(chunk_size: int):
 
 def test_first_of_equal_logits_is_the_most_likely_token():
     hidden, weight = jnp.ones((1, 3, D)), jnp.asarray([0, 1, 1, 0, 1])[:, None] * jnp.ones(D)
-    sums = loss_sums(
-        hidden,
-        weight,
-        jnp.asarray([[1, 2, 4]]),
-        jnp.asarray([[1, 2, 4]]),
-        LMHead(4, -1, ONE_DEVICE),
-    )
+    targets = jnp.asarray([[1, 2, 4]])
+    head = LMHead(4, -1, ONE_DEVICE)
+    sums = jax.jit(loss_sums, static_argnums=4)(hidden, weight, targets, targets, head)
     assert sums.correct == 1
 
 
@@ -313,14 +312,14 @@ def test_largest_array_holds_logits_of_one_chunk(chunk_size: int, holds_all: boo
 
 def test_logits_of_padding_rows_are_masked():
     hidden, weight = jnp.ones((1, 2, D)), jnp.ones((4, D))
-    logits = project_logits(hidden, weight, LMHead(3, -1, ONE_DEVICE))
+    logits = compiled_logits(hidden, weight, LMHead(3, -1, ONE_DEVICE))
     assert logits.shape == (1, 2, 4)
     np.testing.assert_array_equal(logits[..., :3], 5)
     assert (logits[..., 3] < -1e29).all()
 
 
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
-@pytest.mark.parametrize("padded", [6, 8])
+@pytest.mark.parametrize("padded", slow_except([6, 8], [8]))
 def test_gradients_of_bias_and_softcap_match_formula(softcap: float, padded: int):
     """Padding has no gradient even if its logits are huge."""
     case = {
@@ -356,6 +355,6 @@ def test_gradients_of_bias_and_softcap_match_formula(softcap: float, padded: int
 
 def test_softcap_bounds_logits_but_not_padding():
     hidden, weight = 100 * jnp.ones((1, 2, D)), jnp.ones((8, D))
-    logits = project_logits(hidden, weight, LMHead(6, -1, ONE_DEVICE, 3.0), jnp.arange(8.0))
+    logits = compiled_logits(hidden, weight, LMHead(6, -1, ONE_DEVICE, 3.0), jnp.arange(8.0))
     np.testing.assert_allclose(logits[..., :6], 3.0)
     assert (logits[..., 6:] < -1e29).all()

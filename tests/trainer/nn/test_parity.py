@@ -89,12 +89,10 @@ VARIANTS = [
 
 # Logits are compared for all models. One model stands for each kind of layer:
 FAST_GRADIENTS = (
-    # layers that are not scanned, parallel attention and MLP, norms around each part
-    *(("gpt_neo", 0), ("gptj", 3), ("gemma2", 3)),
-    # cross-attention, sinks, low-rank keys and values with experts
-    *(("t5-gated", 3), ("gpt_oss", 3), ("deepseek_v3", 3)),
-    # short convolutions, linear attention, state spaces
-    *(("lfm2", 3), ("qwen3_5_text", 3), ("mamba2", 3)),
+    # layers that are not scanned, norms around each part, cross-attention
+    *(("gpt_neo", 0), ("gemma2", 3), ("t5-gated", 3)),
+    # low-rank keys and values with experts, linear attention with attention, state spaces
+    *(("deepseek_v3", 3), ("qwen3_5_text", 3), ("mamba2", 3)),
 )
 
 
@@ -216,7 +214,7 @@ def test_loss_and_gradients_match_torch(name: str, num_padding_rows: int):
 
 @pytest.mark.parametrize(
     ("name", "is_stacked", "axis", "is_scanned", "remat_policy"),
-    slow_except(VARIANTS, (VARIANTS[5], VARIANTS[6])),
+    slow_except(VARIANTS, (VARIANTS[6],)),
 )
 def test_gradients_do_not_depend_on_scan_or_remat(
     name: str, is_stacked: bool, axis: int, is_scanned: bool, remat_policy: str
@@ -311,7 +309,7 @@ CASES: dict[str, tuple[dict[str, Any], Model]] = {
 }
 
 
-FAST = ("llama-version-5", "gpt_neox-yarn", "phi3-longrope")
+FAST = ("gpt_neox-yarn", "phi3-longrope")
 
 
 @pytest.mark.parametrize("name", slow_except(CASES, FAST))
@@ -434,8 +432,8 @@ def test_gradients_with_padded_vocab_match_torch(name: str, tmp_path: Path):
     check_gradients(FamilyUnderTest(LIVE[name], tmp_path), is_scanned, loss_rtol=1e-6)
 
 
-# A model of each module of transformers with layers of its own.
-FAST_GOLDEN = ("gpt2", "gpt_neo", "llama", "t5", "gemma2", "mixtral", "gpt_oss", "deepseek_v3")
+# A decoder with experts, and an encoder with its decoder.
+FAST_GOLDEN = ("mixtral", "t5")
 
 
 @pytest.mark.usefixtures("one_torch_thread")

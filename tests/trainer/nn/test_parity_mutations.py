@@ -267,27 +267,14 @@ LONG_MUTATIONS: dict[tuple[str, str], Mutation] = {
 # One mistake for each kind of part: norms, masks, rotary embeddings, positions, blocks, biases,
 # experts, heads.
 FAST = (
-    *(
-        ("gpt_neo", "window 1 larger"),
-        ("gptj", "half-split rotary pairs"),
-    ),
-    *(
-        ("opt", "positions from row 0"),
-        ("gemma2", "another score softcap"),
-        ("mixtral", "one expert per token"),
-    ),
-    *(("gpt_oss", "another limit"), ("deepseek_v3", "groups by maximum")),
-    *(
-        ("t5", "unscaled LM head input"),
-        ("llama-dynamic", "another factor"),
-        ("t5", "one bucket less"),
-    ),
-    *(
-        ("olmo2", "norms of each head"),
-        ("smollm3", "rotation in all layers"),
-        ("llama4_text", "no chunks"),
-        ("bloom", "slopes of 4 heads"),
-    ),
+    ("gpt_neo", "window 1 larger"),
+    ("gptj", "half-split rotary pairs"),
+    ("opt", "positions from row 0"),
+    ("gemma2", "another score softcap"),
+    ("mixtral", "one expert per token"),
+    ("t5", "unscaled LM head input"),
+    ("llama-dynamic", "another factor"),
+    ("olmo2", "norms of each head"),
 )
 
 

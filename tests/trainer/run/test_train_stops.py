@@ -125,6 +125,7 @@ def test_stop_in_the_evaluation_of_the_best_step_keeps_it(work_dir: Path):
     assert best_step(Path("run")) == best
 
 
+@pytest.mark.slow
 def test_events_of_a_step_without_its_log_are_not_repeated(work_dir: Path):
     """A run that was moved without its log, and a last step that cannot be trained from, stay as they are."""
     run_ok(*TRAIN)
@@ -238,6 +239,7 @@ def test_first_ctrl_c_is_answered_and_the_second_one_quits(work_dir: Path):
     assert saved_steps(Path("run")) == [3]
 
 
+@pytest.mark.slow
 def test_repeated_sigterm_does_not_end_the_save(work_dir: Path):
     """Job managers repeat SIGTERM. Only Ctrl-C ends a run that is saving."""
     script = SIGNAL_IN_EVALUATION.replace(
@@ -367,6 +369,7 @@ def check_message(report: dict[str, Any], number: signal.Signals, missing: str) 
     assert error["hint"].startswith("to resume: `prep train recipe.toml --out run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), slow_except([TERMINATED, INTERRUPT], [TERMINATED]))
 def test_signal_while_exports_are_awaited_is_reported(
     work_dir: Path, number: signal.Signals, code: int
@@ -482,6 +485,7 @@ def test_signal_to_all_processes_during_the_wait_is_reported(work_dir: Path):
     assert json.loads(out)["error"]["what"].startswith("stopped by SIGTERM")
 
 
+@pytest.mark.slow
 def test_signal_during_the_last_save_stops_the_wait(work_dir: Path):
     """A signal that comes too late to stop the steps of a run stops the wait for its exports."""
     script = PREP_ON_HANGING_DISK.replace(

@@ -627,9 +627,7 @@ SINK_CASES = [(*kernel, window) for window in WINDOWS for kernel in SINK_KERNELS
 # The first kernel is the reference of the others, and two devices need tiles of one.
 @pytest.mark.parametrize(
     ("kernel", "num_devices", "window"),
-    slow_except(
-        SINK_CASES, [("reference", 1, 5), ("blockwise", 2, 5), ("blockwise", 1, FULL_ATTENTION)]
-    ),
+    slow_except(SINK_CASES, [("reference", 1, 5), ("blockwise", 2, 5)]),
 )
 def test_sinks_and_other_value_width_are_exact(kernel: str, num_devices: int, window: int):
     inputs = random_inputs()

@@ -76,7 +76,7 @@ def _without_cache() -> Iterator[None]:
     ("model", "dtype"),
     slow_except(
         [(model, dtype) for model in MODELS for dtype in ("float32", "bfloat16")],
-        [("gemma2", "float32"), ("llama, random masks", "float32")],
+        [("gemma2", "float32")],
     ),
 )
 def test_probe_accepts_blockwise_attention(model: str, dtype: str):
@@ -151,7 +151,11 @@ WRONG: dict[str, tuple[AttentionKernel, AttentionFeature]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+# Mistakes in parts of the mask that another mistake shows too.
+SIMILAR = ("keys before the query only", "window of one more", "no forgotten keys", "no scale")
+
+
+@pytest.mark.parametrize("name", slow_except(WRONG, lambda name: name not in SIMILAR))
 def test_wrong_kernel_is_found_in_bfloat16(name: str):
     """The feature alone must show the error: each model needs only some of the features."""
     kernel, feature = WRONG[name]
@@ -348,7 +352,7 @@ CASES: dict[str, tuple[int, dict[str, Any], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_except(CASES, ["window and softcap", "several blocks"]))
+@pytest.mark.parametrize("name", slow_except(CASES, ["window and softcap"]))
 def test_splash_matches_reference(name: str):
     check(*CASES[name])
 
@@ -422,7 +426,7 @@ def test_mask_field_not_passed_to_devices_is_rejected():
         attend_per_device(SPLASH, q, KV(k, v), mask=OtherMask(rate=0.5), **options)
 
 
-@pytest.mark.parametrize("mesh", ["", "2,2,2"])
+@pytest.mark.parametrize("mesh", slow_except(["", "2,2,2"], ["2,2,2"]))
 def test_splash_is_lowered_for_tpus(mesh: str):
     sharding = make_sharding_context(parse_mesh(mesh)) if mesh else ShardingContext()
     positions = jnp.arange(256)

@@ -146,7 +146,7 @@ def test_output_and_gradients_match_float64(
     )
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", slow_except(SEEDS, SEEDS[:1]))
 def test_random_masks_biases_and_softcaps_match_float64(seed: int):
     check_ring(draw_problem(seed, length_multiple=8), 4, is_balanced=True)
 
