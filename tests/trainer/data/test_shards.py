@@ -597,6 +597,7 @@ def read_lines(child: subprocess.Popen[str], n_lines: int) -> str:
     return "".join(child.stdout.readline() for _ in range(n_lines))
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize(
     "of", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]

@@ -224,6 +224,7 @@ def test_killed_tokenization_leaves_no_store(tmp_path: Path, moment: str):
     assert tokens.ids[:].tolist() == [*encode(config.tokenizer, TEXT * 100), EOS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", slow_except(["true", "false"], ["true"]))
 def test_store_does_not_depend_on_threads(tmp_path: Path, switch: str):
     (tmp_path / "a.txt").write_text(TEXT * 100)

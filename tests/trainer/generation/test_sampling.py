@@ -145,7 +145,10 @@ def test_sample_depends_on_seed_row_number_and_step_only():
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p"), [(0.0, 0.5), (1e-30, 0.5), (1e-300, 1.0), (1.0, 1e-300)]
+    ("temperature", "top_p"),
+    slow_except(
+        [(0.0, 0.5), (1e-30, 0.5), (1e-300, 1.0), (1.0, 1e-300)], [(0.0, 0.5), (1.0, 1e-300)]
+    ),
 )
 def test_tiny_temperature_or_top_p_takes_most_likely(temperature: float, top_p: float):
     """Values that underflow in float32 behave like 0."""
@@ -407,7 +410,7 @@ def test_cache_of_mistral_does_not_grow_with_length():
     assert cache_nbytes(100_000) == cache_nbytes(100) < cache_nbytes(4) * 2
 
 
-@pytest.mark.parametrize("name", slow_except(("gemma3_text", "t5"), ("gemma3_text",)))
+@pytest.mark.parametrize("name", slow_except(("gpt_neo", "gemma3_text", "t5"), ("gpt_neo",)))
 def test_prefill_in_tiles_generates_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch):
     tiny = tiny_transformer(GOLDEN[name])
     params, prompts = (

@@ -149,7 +149,7 @@ def max_gradient_error(golden: Golden, gradients: dict[str, np.ndarray]) -> floa
 
 def test_every_config_has_a_small_golden_file():
     paths = {path.stem: path for path in make_decoders.FOLDER.glob("*.npz")}
-    assert {name: load(name).config for name in paths} == json.loads(json.dumps(GOLDEN))
+    assert {name: load_cached(name).config for name in paths} == json.loads(json.dumps(GOLDEN))
     assert all(path.stat().st_size < 200_000 for path in paths.values())
 
 

@@ -90,14 +90,9 @@ LLAMA = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    slow_except(
-        [(name, options) for name in CONFIGS for options in OPTIONS],
-        # This model has experts too.
-        [("deepseek_v3", "whole")],
-    ),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_losses_and_gradients_match_one_device(name: str, options: str):
     config, sharding = CONFIGS[name], make_sharding_context(parse_mesh(MESH))
     tiny = tiny_transformer(config)
