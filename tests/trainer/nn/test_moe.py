@@ -224,9 +224,7 @@ def test_moe_mlp_is_as_exact_as_dense_dispatch(routing: str, top_k: int, dtype: 
 
 @pytest.mark.parametrize(
     ("seed", "normalize"),
-    slow_except(
-        [(seed, flag) for flag in (True, False) for seed in range(8)], [(0, False), (1, True)]
-    ),
+    slow_except([(seed, flag) for flag in (True, False) for seed in range(8)], [(0, False)]),
 )
 def test_moe_mlp_is_exact_for_random_routings(seed: int, normalize: bool):
     check_is_as_exact_as_dense(random_inputs(seed=seed), make_moe_arch(2, normalize))

@@ -330,7 +330,9 @@ def test_chunks_of_one_shard_are_consecutive():
     assert split_chunks(X, 4).tolist() == [[[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9, 10, 11]]]
 
 
-@pytest.mark.parametrize(("chunk_size", "num_shards"), [(1, 1), (4, 1), (3, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("chunk_size", "num_shards"), slow_except([(1, 1), (4, 1), (3, 2), (2, 3)], [(3, 2)])
+)
 def test_join_chunks_inverts_split_chunks(chunk_size: int, num_shards: int):
     x = jnp.arange(2 * 12 * 3).reshape(2, 12, 3)
     chunks = split_chunks(x, chunk_size, num_shards=num_shards)

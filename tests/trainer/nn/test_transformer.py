@@ -81,6 +81,7 @@ def test_init_depends_on_role_and_seed():
     assert not np.array_equal(q[0], q[1])
 
 
+@pytest.mark.slow
 def test_layer_score_scale_applies_to_stacked_and_listed_layers():
     config = GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_layer": 3}
     unscaled, tensors = tiny_transformer(GPT2 | {"n_layer": 3}), random_tensors(config)

@@ -133,6 +133,7 @@ def test_last_step_of_an_early_end_is_logged(work_dir: Path, capsys: pytest.Capt
     assert result["loss"] == losses[result["step"]]
 
 
+@pytest.mark.slow
 def test_changed_metric_starts_patience_again(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     run_ok(*words("run", *PATIENT))
     end = saved_steps(Path("run"))[-1]
@@ -141,6 +142,7 @@ def test_changed_metric_starts_patience_again(work_dir: Path, capsys: pytest.Cap
     assert saved_steps(Path("run"))[-1] >= min(end + 6, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("metric", "choose"), [("eval_accuracy", max), ("eval_perplexity", min)])
 def test_best_step_is_chosen_by_the_metric(work_dir: Path, metric: str, choose: Any):
     run_ok(*words("run", *DIVERGING, f"checkpoint.best={metric}", "checkpoint.keep=1"))

@@ -130,11 +130,12 @@ def check_ring(draw: Draw, num_devices: int, *, is_balanced: bool) -> None:
 
 
 CASES = list(product((1, 2, 4), (True, False), (FULL_ATTENTION, 5), (False, True), (1, 3)))
-FAST = [(4, True, 5, True, 3), (2, False, FULL_ATTENTION, False, 1)]
+FAST = [(4, True, 5, True, 3)]
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "is_balanced", "window", "has_segments", "group"), slow_except(CASES, FAST)
+    ("num_devices", "is_balanced", "window", "has_segments", "group"),
+    slow_except(CASES, FAST),
 )
 def test_output_and_gradients_match_float64(
     num_devices: int, is_balanced: bool, window: int, has_segments: bool, group: int
