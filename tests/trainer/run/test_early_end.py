@@ -113,6 +113,7 @@ def test_early_end_is_the_same_after_a_stop_at_any_step(
     assert fields[0]["patience"] == fields[1]["patience"]
 
 
+@pytest.mark.slow
 def test_early_end_tells_why_and_samples(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     settings = (*PATIENT, 'log.samples="w1 w2"', "log.sample_tokens=2")
     assert main([*words("run", *settings), "--progress", "lines"]) == OK

@@ -263,6 +263,7 @@ def test_restarted_run_has_a_new_id(wandb: FakeWandb, tmp_path: Path):
     assert ((tmp_path / ID_FILE).read_text(), len(wandb.logged)) == ("new2\n", 1)
 
 
+@pytest.mark.slow
 def test_offline_runs_of_wandb_continue_one_id(tmp_path: Path):
     pytest.importorskip("wandb")
     for step in (0, 1):

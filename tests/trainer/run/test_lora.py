@@ -165,6 +165,7 @@ def test_exported_adapter_starts_another_run(trained: Path):
     assert second.tensors != first.tensors
 
 
+@pytest.mark.slow
 def test_adapter_of_a_multimodal_class_starts_a_run(trained: Path):
     path = Path("adapter/adapter_model.safetensors")
     recipe = Path("recipe.toml")
@@ -255,6 +256,7 @@ def test_merge_takes_adapters_without_a_digest(adapter: Path):
     run_ok("merge", "adapter", "other", "--out", "merged", "--overwrite")
 
 
+@pytest.mark.slow
 def test_merge_recognizes_the_base_of_a_run_from_a_hf_model(
     work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -338,6 +340,7 @@ def test_full_run_does_not_resume_with_adapters(work_dir: Path, capsys: pytest.C
     assert "runs/recipe began without adapters" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_stopped_run_with_dropout_resumes_exactly(work_dir: Path):
     recipe = Path("recipe.toml")
     settings = (
@@ -527,6 +530,7 @@ def test_adapters_of_experts_on_meshes_of_families(config: dict[str, Any], name:
 SAVED = '\n[lora]\nrank = 4\ndropout = 0.2\nmodules_to_save = ["embed.tokens"{head}]\n'
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_mesh_dir")
 @pytest.mark.parametrize("name", slow_except(["opt", "llama"], ["opt"]))
 def test_saved_modules_do_not_depend_on_the_mesh(name: str):

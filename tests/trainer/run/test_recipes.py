@@ -47,6 +47,10 @@ FULL_SIZE = [  # recipe, accelerator, devices, largest peak of one device in GB
 ]
 
 
+# An encoder-decoder model, adapters, and long contexts. test_comment_of_recipe_has_its_plan plans all hub recipes.
+PLANNED = ("flan-t5-base", "llama-7b-lora", "llama-7b-32k-pretrain")
+
+
 # A vocabulary of 136 is divisible by every mesh.
 RANDOM = (
     "model.overrides={ vocab_size = 136 }",
@@ -115,7 +119,9 @@ def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "devices", "count", "peak_gb"), FULL_SIZE, ids=lambda value: str(value)
+    ("name", "devices", "count", "peak_gb"),
+    slow_except(FULL_SIZE, lambda case: case[0] in PLANNED),
+    ids=lambda value: str(value),
 )
 def test_seed_recipes_fit(
     name: str, devices: str, count: int, peak_gb: float, capsys: pytest.CaptureFixture[str]

@@ -15,6 +15,7 @@ from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.formats.manifest import saved_steps
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.run_cli import run_code, run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint, read_tensors
 from tests.helpers.train_runs import (
     read_losses,
@@ -355,10 +356,13 @@ def chat_document(prompt: list[int], completion: list[int]) -> list[tuple[int, i
 
 @pytest.mark.parametrize(
     ("overrides", "document"),
-    [
-        ([], prompt_document),
-        (set_keys("data.format=chat", "data.add_bos=false"), chat_document),
-    ],
+    slow_except(
+        [
+            ([], prompt_document),
+            (set_keys("data.format=chat", "data.add_bos=false"), chat_document),
+        ],
+        [([], prompt_document)],
+    ),
     ids=["prompts", "chat"],
 )
 def test_loss_outside_prompts_equals_transformers(
@@ -393,6 +397,7 @@ def test_step_without_loss_is_null_in_the_log(
     assert second["loss"] > 0
 
 
+@pytest.mark.slow
 def test_samples_of_a_run_may_be_conversations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

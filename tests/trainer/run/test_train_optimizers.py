@@ -67,6 +67,7 @@ def test_stopped_run_resumes_and_reshards(work_dir: Path, name: str):
     run_ok("verify", "learned", "parts")
 
 
+@pytest.mark.slow
 def test_run_without_optimizer_state_resumes(work_dir: Path):
     options = [*set_keys("optimizer.type=sgd", "optimizer.momentum=0.0"), *STEPS]
     assert (
@@ -87,6 +88,7 @@ def test_summary_states_batch_and_optimizer_size(
     assert float(sizes["lion"]) == pytest.approx(float(sizes["adamw"]) * 2 / 3, rel=0.01)
 
 
+@pytest.mark.slow
 def test_float16_run_trains(work_dir: Path):
     options = ["--set", "model.dtype=float16", *STEPS]
     assert main(["train", "recipe.toml", "--out", "half", *options]) == OK
@@ -166,6 +168,7 @@ def test_bfloat16_run_is_saved_resumed_and_exported(
             assert np.array_equal(np.asarray(leaf), expected.astype(np.float32)), (checkpoint, path)
 
 
+@pytest.mark.slow
 def test_float32_run_starts_from_a_bfloat16_step(
     work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -94,6 +94,7 @@ def test_training_from_a_source_equals_training_from_its_init(kind: str):
     assert comparable(train_two_steps(make_source(kind))) == comparable(train_two_steps("init"))
 
 
+@pytest.mark.slow
 def test_exports_equal_exports_of_a_run_from_an_init():
     exports: list[dict[str, bytes]] = []
     for model in ("tiny", "tiny-init"):
@@ -196,6 +197,7 @@ def test_stream_from_the_hub_equals_training_from_a_folder(
     assert not list((tmp_path / "home").rglob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_model_in_an_object_store_is_trained(monkeypatch: pytest.MonkeyPatch):
     expected = comparable(train_two_steps("tiny"))
     objects = {f"bucket/m/tiny/{path.name}": path.read_bytes() for path in Path("tiny").iterdir()}
@@ -359,7 +361,7 @@ def _tool_dir(work_dir: Path) -> None:
 
 
 @pytest.mark.usefixtures("_tool_dir")
-@pytest.mark.parametrize("is_init", [False, True])
+@pytest.mark.parametrize("is_init", slow_except([False, True], [False]))
 def test_removal_after_training_names_lost_rows(
     capsys: pytest.CaptureFixture[str], *, is_init: bool
 ):

@@ -16,6 +16,7 @@ from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import COMMIT, FakeRepo, serve_hub
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.run_cli import error_lines, run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.stored_tensors import safetensors_bytes, write_safetensors
 from tests.helpers.towers import PROCESSOR, write_model
 from tests.helpers.training_folder import RECIPE, write_tokenizer
@@ -113,7 +114,7 @@ def test_verify_of_step_compares_text_part_with_init(
     assert {difference["tensor"] for difference in differences} <= text
 
 
-@pytest.mark.parametrize("towers", ["m", "other-mesh"])
+@pytest.mark.parametrize("towers", slow_except(["m", "other-mesh"], ["other-mesh"]))
 def test_export_reads_towers_of_named_copy(towers: str, trained: Path):
     run_ok("reshard", "m-init", "--mesh", "1,2,1", "--no-scan", "--out", "other-mesh")
     run_ok("export", "runs/recipe", "--out", "a")
@@ -135,6 +136,7 @@ def test_other_towers_are_refused(trained: Path, capsys: pytest.CaptureFixture[s
     assert not Path("recipe-hf").exists()
 
 
+@pytest.mark.slow
 def test_run_starts_from_model_folder(trained: Path):
     recipe = Path("recipe.toml").read_text().replace("m-init", "./m")
     Path("folder.toml").write_text(recipe)
@@ -144,6 +146,7 @@ def test_run_starts_from_model_folder(trained: Path):
     assert safetensors_bytes(Path("a")) == safetensors_bytes(Path("b"))
 
 
+@pytest.mark.slow
 def test_run_of_model_without_stored_towers_exports_without_them(trained: Path):
     text = {
         name: tensor
@@ -162,6 +165,7 @@ def test_run_of_model_without_stored_towers_exports_without_them(trained: Path):
     assert json.loads(Path("hf/config.json").read_text()) == whole_config
 
 
+@pytest.mark.slow
 def test_changed_rope_theta_keeps_mrope_in_export(trained: Path):
     recipe = Path("recipe.toml").read_text()
     Path("rope.toml").write_text(recipe.replace("[model]", "[model]\nrope_theta = 2e6"))
@@ -172,7 +176,7 @@ def test_changed_rope_theta_keeps_mrope_in_export(trained: Path):
     assert json.loads(Path("hf/config.json").read_text()) == before
 
 
-@pytest.mark.parametrize("start", ["m-init", "./m", "runs/recipe"])
+@pytest.mark.parametrize("start", slow_except(["m-init", "./m", "runs/recipe"], ["m-init"]))
 def test_other_rope_type_is_refused_with_mrope(
     start: str, trained: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -217,6 +221,7 @@ def test_adapter_merges_into_multimodal_model(trained: Path, capsys: pytest.Capt
         assert "it has only adapters" in lines[1]
 
 
+@pytest.mark.slow
 def test_adapter_merges_into_step_with_towers_of_its_start(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -248,6 +253,7 @@ def test_towers_on_the_hub_are_not_requested_offline(
     assert hub.requests == []
 
 
+@pytest.mark.slow
 def test_export_reads_towers_of_start_commit(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

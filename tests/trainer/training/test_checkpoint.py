@@ -41,7 +41,7 @@ def reader_of(state: runs.TrainState, optimizer_state: bool = True) -> runs.Memo
     )
 
 
-@pytest.mark.parametrize("mesh", ["1,2,4", "8,1,1", ""])
+@pytest.mark.parametrize("mesh", slow_except(["1,2,4", "8,1,1", ""], ["1,2,4"]))
 def test_restore_state_is_exact_on_any_mesh(mesh: str):
     before = runs.make_state(runs.make_setup(mesh="1,4,2"), seed=3)
     after = restore_state(reader_of(before), setup := runs.make_setup(mesh=mesh))
@@ -115,7 +115,7 @@ def test_host_leaves_do_not_keep_fetched_arrays():
     assert not [name for name, array in zip(leaves, fetched) if array() is not None]
 
 
-@pytest.mark.parametrize("mesh", ["1,2,4", "2,2,2"])
+@pytest.mark.parametrize("mesh", slow_except(["1,2,4", "2,2,2"], ["1,2,4"]))
 def test_host_leaves_keep_their_values_in_later_steps(mesh: str):
     state = runs.make_state(runs.make_setup(mesh=mesh))
     expected = runs.state_bytes(jax.tree.map(jax.numpy.copy, state))
@@ -204,7 +204,7 @@ def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("exchange")
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", slow_except(MESHES, ["2,2,2", "1,1,8"]))
 @pytest.mark.parametrize(
     "unit", [(1, 4, 48), (1, 32, 48), (6, 32, 48), ()], ids=["rows", "layers", "leaf", "any"]
 )

@@ -18,6 +18,7 @@ import pytest
 from prepcli.core.errors import PrepError
 from prepcli.core.worker_thread import run_abandonable
 from tests.helpers import runs
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.training_folder import write_tokenizer
 from tests.helpers.waiting import MAX_S
 from tests.trainer.training.test_samples import make_sampler
@@ -332,7 +333,10 @@ def sampler(tmp_path: Path) -> Sampler:
     return make_sampler(load_tokenizer(tmp_path), setup, max_new_tokens=20)
 
 
-@pytest.mark.parametrize("stop", [("evaluate 4", 0), ("evaluate 4", 3), ("evaluate 6", 2)])
+STOPS = [("evaluate 4", 0), ("evaluate 4", 3), ("evaluate 6", 2)]
+
+
+@pytest.mark.parametrize("stop", slow_except([(stop,) for stop in STOPS], [(STOPS[1],)]))
 def test_stop_in_an_evaluation_keeps_all_steps(tmp_path: Path, stop: tuple[str, int]):
     """The resumed run has the evaluation that was stopped, and ends as an undisturbed one."""
     whole, cut = StartedRun(tmp_path / "whole"), StartedRun(tmp_path / "cut")
