@@ -260,7 +260,7 @@ def test_loss_and_gradients_of_split_tokens_match_one_device(name: str):
 
 
 @pytest.mark.parametrize(
-    "name", slow_except(["llama", "gpt_neo", "opt", *RECURRENT], ["llama", "qwen3_5_text"])
+    "name", slow_except(["llama", "gpt_neo", "opt", *RECURRENT], ["qwen3_5_text"])
 )
 def test_logits_match_transformers_on_each_document(name: str):
     pytest.importorskip("transformers")

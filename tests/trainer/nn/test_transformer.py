@@ -489,11 +489,13 @@ def test_mamba_starts_with_a_numbered_rate_per_state():
     np.testing.assert_allclose(rates, np.broadcast_to(numbers, rates.shape), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(["bamba", "granitemoehybrid"], ["bamba"]))
 def test_step_biases_of_hybrid_models_start_at_one(name: str):
     assert (mixer_leaves(GOLDEN[name])["dt_bias.bias"] == 1).all()
 
 
+@pytest.mark.slow
 def test_mamba2_starts_with_log_uniform_steps():
     sizes = {"hidden_size": 8, "expand": 256, "num_heads": 1024, "head_dim": 2, "n_groups": 2}
     steps = {"time_step_min": 0.002, "time_step_max": 0.5, "time_step_floor": 0.01}

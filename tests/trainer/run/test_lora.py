@@ -340,24 +340,31 @@ def test_full_run_does_not_resume_with_adapters(work_dir: Path, capsys: pytest.C
     assert "runs/recipe began without adapters" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_stopped_run_with_dropout_resumes_exactly(work_dir: Path):
-    recipe = Path("recipe.toml")
+def train_with_dropout(*words: str) -> int:
+    """Train with dropout, a module trained as a whole, and a rank of its own."""
     settings = (
         'dropout = 0.3\nmodules_to_save = ["embed.tokens"]\nrank_pattern = {"mlp.down" = 2}\n'
     )
-    recipe.write_text(f"{recipe.read_text()}{settings}")
-    words = ("train", "recipe.toml", "-q")
-    assert main([*words, "--out", "whole"]) == OK
-    assert main([*words, "--out", "parts", "--stop-after", "2"]) == STOPPED
-    assert main([*words, "--out", "parts"]) == OK
+    Path("dropout.toml").write_text(f"{Path('recipe.toml').read_text()}{settings}")
+    return main(["train", "dropout.toml", "-q", *words])
+
+
+def test_stopped_run_with_dropout_resumes_exactly(work_dir: Path):
+    assert train_with_dropout("--out", "whole") == OK
+    assert train_with_dropout("--out", "parts", "--stop-after", "2") == STOPPED
+    assert train_with_dropout("--out", "parts") == OK
     whole, parts = (read_leaves(Path(run) / "3") for run in ("whole", "parts"))
     assert whole.keys() == parts.keys()
     assert "params.embed.tokens" in whole
     assert whole["params.layers.mlp.down.lora_a"].shape[1] == 2
     assert all(np.array_equal(whole[name], parts[name]) for name in whole)
-    assert main([*words, "--out", "none", "--set", "lora.dropout=0.0"]) == OK
-    none = read_leaves(Path("none/3"))
+
+
+@pytest.mark.slow
+def test_dropout_changes_the_run(work_dir: Path):
+    assert train_with_dropout("--out", "whole") == OK
+    assert train_with_dropout("--out", "none", "--set", "lora.dropout=0.0") == OK
+    whole, none = (read_leaves(Path(run) / "3") for run in ("whole", "none"))
     assert not np.array_equal(none["params.embed.tokens"], whole["params.embed.tokens"])
 
 
@@ -505,6 +512,7 @@ def mixtral_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_mesh_dir")
 @pytest.mark.parametrize("name", slow_except(list(MESHES), ["experts"]))
 def test_adapters_of_experts_do_not_depend_on_the_mesh(name: str, mixtral_folder: Path):

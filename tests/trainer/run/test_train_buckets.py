@@ -114,6 +114,7 @@ def test_stopped_and_resumed_run_equals_a_local_run(
     assert not Path("gs:").exists()
 
 
+@pytest.mark.slow
 def test_finished_run_in_a_bucket_does_nothing_on_another_host(store: FakeObjectStore):
     """Its log, which shows that the last evaluation is complete, is in the bucket only."""
     words = ("--out", URL, "--set", "data.cache=tokens", "-q")
@@ -177,6 +178,7 @@ def test_commands_read_a_run_in_a_bucket(
     )
 
 
+@pytest.mark.slow
 def test_wandb_continues_the_id_of_the_bucket(
     store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
 ):

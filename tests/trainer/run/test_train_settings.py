@@ -103,6 +103,7 @@ def test_model_with_learned_positions_is_rejected(capsys: pytest.CaptureFixture[
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_rope_of_the_checkpoint_is_kept_without_overrides(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("scaled"), LLAMA | {"rope_theta": 5e5})
     write_tokenizer(Path("scaled"))

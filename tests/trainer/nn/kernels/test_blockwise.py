@@ -281,7 +281,10 @@ def test_output_and_gradients_match_float64_in_600_draws():
             jax.clear_caches()
 
 
-@pytest.mark.parametrize(("window", "poisoned"), [(FULL_ATTENTION, slice(8, 16)), (3, slice(0, 4))])
+@pytest.mark.parametrize(
+    ("window", "poisoned"),
+    slow_except([(FULL_ATTENTION, slice(8, 16)), (3, slice(0, 4))], [(3, slice(0, 4))]),
+)
 def test_tiles_without_visible_keys_are_not_computed(window: int, poisoned: slice):
     """A computed tile with keys of nan would turn the results to nan, although its probabilities are 0."""
     q, k, v = (
@@ -516,9 +519,7 @@ def test_kernels_match_exact_dropout(name: str, options: AttentionOptions):
     assert "bias" not in name or np.abs(expected_gradients["table"]).max() > 0.1
 
 
-@pytest.mark.parametrize(
-    "sizes", slow_except([(sizes,) for sizes in TILES], [((8, 64),), ((-1, 7),)])
-)
+@pytest.mark.parametrize("sizes", slow_except([(sizes,) for sizes in TILES], [((8, 64),)]))
 def test_mask_of_a_tile_is_part_of_the_whole_mask(sizes: tuple[int, int]):
     positions, kept_at = np.arange(LENGTH), jax.jit(partial(kept, make_dropout()))
     whole = np.asarray(kept_at(positions, positions))
@@ -627,7 +628,7 @@ SINK_CASES = [(*kernel, window) for window in WINDOWS for kernel in SINK_KERNELS
 # The first kernel is the reference of the others, and two devices need tiles of one.
 @pytest.mark.parametrize(
     ("kernel", "num_devices", "window"),
-    slow_except(SINK_CASES, [("reference", 1, 5), ("blockwise", 2, 5)]),
+    slow_except(SINK_CASES, [("blockwise", 2, 5)]),
 )
 def test_sinks_and_other_value_width_are_exact(kernel: str, num_devices: int, window: int):
     inputs = random_inputs()

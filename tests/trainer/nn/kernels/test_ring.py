@@ -147,6 +147,7 @@ def test_output_and_gradients_match_float64(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", slow_except(SEEDS, SEEDS[:1]))
 def test_random_masks_biases_and_softcaps_match_float64(seed: int):
     check_ring(draw_problem(seed, length_multiple=8), 4, is_balanced=True)
@@ -189,6 +190,7 @@ def test_devices_compute_equally_many_tiles_in_each_step(num_devices: int):
     assert contiguous.max(0).sum() > 1.3 * slowest
 
 
+@pytest.mark.slow
 def test_shards_without_visible_keys_are_not_computed():
     """A computed tile with keys of nan would turn the results to nan, although its probabilities are 0."""
     sharding, positions = split_over(4), jnp.arange(16)
@@ -210,6 +212,7 @@ def test_shards_without_visible_keys_are_not_computed():
     assert np.isfinite(gradients[:, 6:]).all()
 
 
+@pytest.mark.slow
 def test_layers_in_a_scan_save_no_array_of_all_scores():
     """JAX moves values that depend on loop constants out of a scan: masks of all tiles would be kept at once."""
     length, sharding = 256, split_over(2)
