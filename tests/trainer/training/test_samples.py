@@ -135,6 +135,7 @@ def test_samples_on_a_mesh_that_splits_tokens_are_refused(tokenizer: TextTokeniz
         make_sampler(tokenizer, setup)
 
 
+@pytest.mark.slow
 def test_samples_come_from_the_adapted_model(tokenizer: TextTokenizer):
     setup = test_lora_step.make_setup()
     base, trained, _ = test_lora_step.run_steps(setup)
