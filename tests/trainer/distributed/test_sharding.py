@@ -107,7 +107,7 @@ def loss_and_gradients(
             *(("llama", mesh) for mesh in MESHES),
             *((name, mesh) for name in ("gpt_neo", "mixtral") for mesh in MESHES[1:]),
         ],
-        # The tests of rules and of chunked layers below cover gpt_neo and llama.
+        # test_step covers gpt_neo, and the tests of rules and of chunked layers below cover llama.
         (("mixtral", "2,2,2"),),
     ),
 )

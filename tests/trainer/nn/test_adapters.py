@@ -134,6 +134,7 @@ def loss_function(
     return lambda rows=(0, 1), step=1: np.asarray([row_loss(row, np.int32(step)) for row in rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", slow_except([LLAMA, GPT2], [LLAMA]), ids=["llama", "gpt2"])
 def test_adapter_dropout_does_not_depend_on_chunks(config: dict[str, Any]):
     model, leaves = make_model(config, LoraConfig(2, 4.0, ("all-linear",)))

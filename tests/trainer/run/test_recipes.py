@@ -135,11 +135,8 @@ def test_seed_recipes_fit(
     assert report["memory"]["peak"] < peak_gb * 10**9
 
 
-@pytest.mark.parametrize(
-    "case",
-    slow_except(TINY, fast=[case for case in TINY if case.recipe == "llama-7b-32k-pretrain"]),
-    ids=lambda case: case.recipe,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.recipe)
 def test_seed_recipes_train(case: Tiny, capsys: pytest.CaptureFixture[str]):
     make_data()
     recipe = tiny_recipe(case)

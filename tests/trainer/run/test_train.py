@@ -272,6 +272,7 @@ def test_result_of_a_stopped_run_has_the_values_of_its_step(
     assert read_losses("runs/recipe") == [lines[step]["loss"] for step in (1, 10, 12)]
 
 
+@pytest.mark.slow
 def test_resume_in_another_environment_is_a_warning(
     work_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -125,6 +125,7 @@ def test_finished_run_in_a_bucket_does_nothing_on_another_host(store: FakeObject
     assert dict(store.objects) == objects
 
 
+@pytest.mark.slow
 def test_start_that_another_has_overtaken_changes_nothing(
     store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -147,6 +148,7 @@ def test_start_that_another_has_overtaken_changes_nothing(
     assert dict(store.objects) == objects
 
 
+@pytest.mark.slow
 def test_commands_read_a_run_in_a_bucket(
     store: FakeObjectStore, capsys: pytest.CaptureFixture[str]
 ):

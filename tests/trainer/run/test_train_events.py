@@ -102,6 +102,7 @@ def test_best_step_and_milestones_outlive_keep(work_dir: Path, capsys: pytest.Ca
     )
 
 
+@pytest.mark.slow
 def test_losses_of_other_numbers_of_sequences_are_not_compared(
     work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):

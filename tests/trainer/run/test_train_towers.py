@@ -275,6 +275,7 @@ def test_export_reads_towers_of_start_commit(
     assert all(exported[name] == before[name] for name in visual)
 
 
+@pytest.mark.slow
 def test_generate_and_eval_take_text_part(trained: Path):
     for checkpoint in ("m-init", "./m", "runs/recipe"):
         run_ok("generate", checkpoint, "--prompt", "w3 w4", "--max-new-tokens", "2")
