@@ -226,7 +226,8 @@ def make_model(config: dict[str, Any]) -> tuple[TinyTransformer, Tree]:
 CASES = [(name, kernel) for name in PACKED_CONFIGS for kernel in KERNELS]
 
 
-@pytest.mark.parametrize(("name", "kernel"), slow_except(CASES, [("gpt_neo", "blockwise")]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kernel"), CASES)
 def test_loss_and_gradients_match_padded_documents(name: str, kernel: str):
     tiny, params = make_model(PACKED_CONFIGS[name])
     forward_config = ForwardConfig(attention_options=KERNELS[kernel])
