@@ -251,7 +251,7 @@ def test_a_failed_run_stays_locked_while_a_thread_saves(
     init: Path, state: TrainingState, store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
 ):
     """A start that took the lock would delete the objects of the step, which then gets its manifest."""
-    place, write = make_run(), training_bucket.write_last_files
+    place, write = make_run(), training_storage.write_last_files
     is_locked: list[bool] = []
 
     def fail_meanwhile(*args: Any, **options: Any) -> Manifest:
@@ -259,7 +259,7 @@ def test_a_failed_run_stays_locked_while_a_thread_saves(
         is_locked.append(f"{PREFIX}{LOCK_FILE}" in store.objects)
         return write(*args, **options)
 
-    monkeypatch.setattr(training_bucket, "write_last_files", fail_meanwhile)
+    monkeypatch.setattr(training_storage, "write_last_files", fail_meanwhile)
     with open_manager(place, init, keep=1) as run:
         run.save(1, host_leaves(state), {})
     assert is_locked == [True]

@@ -50,6 +50,7 @@ def test_init_does_not_depend_on_how_layers_are_stored(scan: bool, scan_axis: in
         np.testing.assert_array_equal(values, others[name])
 
 
+@pytest.mark.slow
 def test_init_does_not_depend_on_other_parameters():
     small = tiny_transformer(LLAMA)
     large = tiny_transformer(LLAMA | {"attention_bias": True, "num_hidden_layers": 3})
@@ -192,6 +193,7 @@ def temporary_nbytes(remat_policy: str) -> int:
     return memory.temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_remat_halves_memory_of_activations():
     assert temporary_nbytes("nothing_saveable") < temporary_nbytes("none") / 2
 
@@ -482,6 +484,7 @@ def test_mamba2_starts_with_the_rates_of_transformers(name: str):
     assert (leaves["norm.scale"] == 1).all()
 
 
+@pytest.mark.slow
 def test_mamba_starts_with_a_numbered_rate_per_state():
     """As `MambaMixer` of transformers: each channel has the rates 1, 2, ..., N."""
     rates = np.exp(mixer_leaves(GOLDEN["mamba"])["a_log.weight"])

@@ -90,6 +90,7 @@ def test_run_ends_after_evaluations_without_a_better_loss(
     assert parameter_digests("run", 12) == parameter_digests("whole", 12)
 
 
+@pytest.mark.slow
 def test_early_end_is_the_same_after_a_stop_at_any_step(
     work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -201,6 +201,7 @@ def test_event_files_need_a_folder(store: FakeObjectStore, capsys: pytest.Captur
     assert store.objects == {}
 
 
+@pytest.mark.slow
 def test_dry_run_keeps_the_bucket_and_restart_deletes_its_steps(
     store: FakeObjectStore, capsys: pytest.CaptureFixture[str]
 ):

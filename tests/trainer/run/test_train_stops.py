@@ -86,6 +86,7 @@ def log_lines(run: str) -> list[dict[str, Any]]:
     return [{key: line[key] for key in line if key not in MEASURED} for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", slow_except([10, 12], [12]))
 def test_stop_in_an_evaluation_loses_no_step(work_dir: Path, step: int):
     """The same command evaluates the step again, and ends with the bits of a run without a stop."""

@@ -201,6 +201,7 @@ def test_override_of_rope_type_is_refused_with_mrope(
     assert not Path("runs/rope").exists()
 
 
+@pytest.mark.slow
 def test_adapter_merges_into_multimodal_model(trained: Path, capsys: pytest.CaptureFixture[str]):
     before = safetensors_bytes(Path("m"))
     recipe = Path("recipe.toml").read_text()

@@ -323,7 +323,7 @@ def one_update(
     return transformation.update(gradients, transformation.init(params), params)[0]
 
 
-@pytest.mark.parametrize("decay_embeddings", [True, False])
+@pytest.mark.parametrize("decay_embeddings", slow_except([True, False], [True]))
 def test_weight_decay_skips_norms_and_biases(decay_embeddings: bool):
     setup = runs.make_setup()
     adamw = make_optimizer("adamw", decay_embeddings=decay_embeddings)
@@ -340,6 +340,7 @@ def test_weight_decay_skips_norms_and_biases(decay_embeddings: bool):
     assert {"layers.attn_norm.scale", "layers.mlp.up.bias"} & decayed == set()
 
 
+@pytest.mark.slow
 def test_adamw_update_matches_optax():
     setup = runs.make_setup()
     params = runs.make_state(setup)["params"]
