@@ -54,6 +54,7 @@ def test_tpu_script_uses_an_existing_tpu(recorders: Path):
     assert not [call for call in done.words_of("gcloud") if "create" in call]
 
 
+@pytest.mark.slow
 @settings(
     max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

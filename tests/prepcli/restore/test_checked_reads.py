@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=slow_except(KINDS, ["meshed", "packed"]))
 def init(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Path:
     run_ok(
         "save-init",

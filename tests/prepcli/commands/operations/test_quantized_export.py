@@ -68,12 +68,16 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+# Formats with the kinds of codes and scales of fp8, compressed-nvfp4, awq and nf4.
+LIKE_OTHERS = ("compressed-fp8", "modelopt-nvfp4", "gptq", "int8")
+
+
 # Each kind of codes and scales with one layout: the layouts round-trip by themselves.
 @pytest.mark.parametrize(
     ("name", "layout"),
     slow_except(
         [(name, layout) for name in FORMATS for layout in LAYOUTS],
-        lambda case: case[1] == LAYOUTS[1] and case[0] not in ("compressed-fp8", "modelopt-nvfp4"),
+        lambda case: case[1] == LAYOUTS[1] and case[0] not in LIKE_OTHERS,
     ),
 )
 def test_export_has_the_bytes_of_the_source(name: str, layout: dict[str, Any]):

@@ -109,6 +109,7 @@ def test_commands_read_each_form(form: str, base: dict[str, Any], dtype: str, ca
     assert tokens.tobytes() == tensors[name].tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", slow_except(["ocdbt zstd", "files", "files zstd", "zarr3"], ["zarr3"])
 )
