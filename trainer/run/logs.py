@@ -443,6 +443,18 @@ def _store_at_end(storage: RunStorage, name: str) -> Iterator[None]:
     storage.store_file(name)
 
 
+class WatchdogLog(RunLog):
+    """Log that passes the phase of a run to its watchdog."""
+
+    def __init__(self, run: Run) -> None:
+        """Set the run."""
+        self._run = run
+
+    def on_phase(self, phase: str) -> None:
+        """Set the phase of this process."""
+        self._run.enter_phase(phase)
+
+
 def write_run_file(run: Run, name: str, text: str) -> None:
     """Replace a file of a run and store it. Raise PrepError if it cannot be written."""
     path = run.folder / name

@@ -46,7 +46,6 @@ from trainer.data.store import has_shard, is_complete
 from trainer.recipe import LoadedRecipe, recipe_to_toml
 from trainer.run.checks import (
     check_before_steps,
-    check_config,
     check_devices,
     check_inputs,
     check_start,
@@ -60,7 +59,8 @@ from trainer.run.exports import (
     remove_exports,
     step_exports,
 )
-from trainer.run.logs import check_logs, open_logs, write_run_file
+from trainer.run.logs import WatchdogLog, check_logs, open_logs, write_run_file
+from trainer.run.machine import check_config
 from trainer.run.prepare import build_loop_config, load_state, make_sampler, with_base_facts
 from trainer.run.recipe_data import tokenize_data
 from trainer.run.resume import (
@@ -435,18 +435,6 @@ def begin_writing(
     if run.is_process_0:
         write_run_file(run, RECIPE_FILE, recipe_to_toml(run.recipe, run.loaded.origins))
         write_environment(run, config, step)
-
-
-class WatchdogLog(RunLog):
-    """Log that passes the phase of a run to its watchdog."""
-
-    def __init__(self, run: Run) -> None:
-        """Set the run."""
-        self._run = run
-
-    def on_phase(self, phase: str) -> None:
-        """Set the phase of this process."""
-        self._run.enter_phase(phase)
 
 
 def make_profiler(run: Run) -> StepProfiler | None:

@@ -34,17 +34,14 @@ from trainer.nn.model_spec import build_model
 from trainer.planning.model_shapes import model_of_config
 from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.lr_schedule import LRSchedule
-from trainer.run import checks as train_checks
+from trainer.run import machine
 from trainer.run.checks import (
     check_devices,
-    check_disk,
     check_inputs,
     check_model,
-    checkpoint_nbytes,
-    device_memory_nbytes,
-    disk_warnings,
     run_warnings,
 )
+from trainer.run.machine import check_disk, checkpoint_nbytes, device_memory_nbytes, disk_warnings
 from trainer.run.resume import check_changed_keys, check_resumable, environment_warning
 from trainer.run.summary import adapters_text, rounding_environment
 from trainer.training.setup import check_batch
@@ -375,7 +372,7 @@ def test_processes_of_a_host_share_its_memory():
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> int:
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(train_checks.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)
     return 1000
 
 

@@ -302,7 +302,7 @@ def test_changed_recipe_is_refused_before_the_memory_of_a_step(
 ):
     """The memory is too small because of the change."""
     assert run_code("train", "recipe.toml", "--stop-after", "1") == STOPPED
-    monkeypatch.setattr("trainer.run.checks.host_memory", lambda: {"available": 1})
+    monkeypatch.setattr("trainer.run.machine.host_memory", lambda: {"available": 1})
     code, what, why, _ = train_error(capsys, "--set", "data.seq_length=64")
     assert (code, what) == (FAILED, "the run began with another recipe")
     assert why == "data.seq_length: 16 -> 64"

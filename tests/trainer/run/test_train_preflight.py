@@ -20,7 +20,7 @@ from tests.helpers.training_folder import RECIPE, WORDS, write_tokenizer
 from trainer.data import files as data_files
 from trainer.data import tokenize
 from trainer.distributed import agreement
-from trainer.run import checks as train_checks
+from trainer.run import machine
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_full_disk_is_found_before_work(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(train_checks.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)
     code, what, *_ = train_error(capsys)
     assert (code, what) == (FAILED, "not enough room for a checkpoint in runs/recipe")
 
@@ -198,7 +198,7 @@ def test_kernel_without_its_device_is_found_before_work(capsys: pytest.CaptureFi
 
 def limit_memory(monkeypatch: pytest.MonkeyPatch, device_nbytes: int) -> None:
     """Limit the memory of each of 8 devices."""
-    monkeypatch.setattr("trainer.run.checks.host_memory", lambda: {"available": 8 * device_nbytes})
+    monkeypatch.setattr("trainer.run.machine.host_memory", lambda: {"available": 8 * device_nbytes})
 
 
 @pytest.mark.usefixtures("_reads_nothing")
