@@ -4,7 +4,7 @@ A run makes them in this order. `train.train` shows it:
 
 1. `resume.read_changed_keys`: the recipe against the recipe of an earlier start.
 2. `check_inputs` and `check_devices`: the recipe alone, before a model is located.
-3. `machine.check_config`: the memory of a step, before the tensors of a model are matched. Not for a checkpoint of prep.
+3. `machine.check_config`: the memory of a step, before a model is matched. Not for a checkpoint of prep.
 4. `check_start`: the start checkpoint and the machine, before data is tokenized. In this order: what a restart would
    delete, the batch, the hub's repository of a new run, the model, its overrides, its layout on the mesh, the attention
    kernel, and memory and disk. The prompts of samples follow (`prepare.make_sampler`).

@@ -172,6 +172,13 @@ def connect_processes(recipe: Recipe) -> ProcessGroup:
     )
 
 
+def process_number(group: ProcessGroup) -> int | None:
+    """Return the index of this process in a job of several. None in a run of one process."""
+    if group.count == 1:
+        return None
+    return group.index
+
+
 def compare_settings(
     group: ProcessGroup, recipe: Recipe, options: TrainSettings, observer: Observer
 ) -> None:

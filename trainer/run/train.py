@@ -77,6 +77,7 @@ from trainer.run.run import (
     TrainSettings,
     compare_settings,
     connect_processes,
+    process_number,
     run_together,
 )
 from trainer.run.start import (
@@ -96,7 +97,6 @@ from trainer.run.summary import run_summary_lines, write_environment
 from trainer.training.metrics import RunLog
 
 if TYPE_CHECKING:
-    from prepcli.core.process_group import ProcessGroup
     from prepcli.models.rules import Rules
     from trainer.distributed.sharding import ShardingContext
     from trainer.training.eval_metrics import Patience
@@ -235,13 +235,6 @@ def connect(
                 lock_error = stack.enter_context(hold_run(storage, group, observer.warn))
                 run = replace(run, lock_error=lock_error)
             yield run
-
-
-def process_number(group: ProcessGroup) -> int | None:
-    """Return the index of this process in a job of several. None in a run of one process."""
-    if group.count == 1:
-        return None
-    return group.index
 
 
 def describe_durable(options: TrainSettings, storage: RunStorage) -> str:
