@@ -11,6 +11,7 @@ import pytest
 from bench import memory_points
 from bench.memory_points import MIB, POINTS, MemoryPoint, has_changed
 from bench.model_configs import MODEL_CONFIGS
+from tests.helpers.slow_cases import slow_except
 from tools.import_graph import ROOT
 
 TINY = "--dtype float32 --kernel reference --ffn-chunk -1 --tokens 16 --head-chunk 16"
@@ -42,11 +43,12 @@ def test_main_compares_a_compiled_plan(
     assert estimated > 1
 
 
-def test_main_returns_0_if_plans_are_as_recorded(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("count", slow_except([2, len(POINTS)], [2]))
+def test_main_returns_0_if_plans_are_as_recorded(count: int, monkeypatch: pytest.MonkeyPatch):
     def recorded_nbytes(point: MemoryPoint) -> int:
         return point.recorded_mib * MIB
 
-    monkeypatch.setattr(memory_points, "POINTS", POINTS[:2])
+    monkeypatch.setattr(memory_points, "POINTS", POINTS[:count])
     monkeypatch.setattr(memory_points, "compiled_nbytes", recorded_nbytes)
     assert memory_points.main([]) == 0
 

@@ -332,8 +332,10 @@ def test_streamed_tokens_end_when_their_row_ends():
     unlimited, received = sampled_on_one_device("gpt_neo"), list[Rows]()
     gpt_neo = ending_generator()
     output = gpt_neo.generate(PROMPTS, on_tokens=received.append)
-    assert len(output[0]) <= 4
-    assert output == [tokens[: len(row)] for tokens, row in zip(unlimited, output)]
+    eos_token_ids = gpt_neo.generation_config.eos_token_ids
+    for tokens, unlimited_tokens in zip(output, unlimited):
+        end = next(i for i, token in enumerate(unlimited_tokens) if token in eos_token_ids)
+        assert tokens == unlimited_tokens[: end + 1]
     assert [
         [token for call in received for token in call[row]] for row in range(len(PROMPTS))
     ] == output
