@@ -224,7 +224,7 @@ RECORD_FILES = frozenset({RECIPE_FILE, METRICS_FILE, SAMPLES_FILE, ENVIRONMENT_F
 MAX_PROMPTS = 256
 MAX_TEXTS = 64  # generated texts per prompt, without the last one
 MAX_TEXT_NCHARS = 10_000
-RECIPE_HINT = "copy the recipe that the run began with to it"
+RECIPE_HINT = "copy the recipe of its last start to it"
 ENVIRONMENT_HINT = "remove it: the next start of the run writes it again"
 
 

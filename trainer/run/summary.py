@@ -136,7 +136,15 @@ def token_stores(train: Dataset) -> dict[str, TokenStore]:
     return stores
 
 
-def run_summary_lines(
+def note_summary(
+    run: Run, start: StartCheckpoint, config: LoopConfig, kernel: KernelChoice
+) -> None:
+    """Describe a run to its user before the first step."""
+    for line in _summary_lines(run, start, config, kernel):
+        run.observer.note(line)
+
+
+def _summary_lines(
     run: Run, start: StartCheckpoint, config: LoopConfig, kernel: KernelChoice
 ) -> Iterator[str]:
     """Yield lines that describe a run: mesh, rules, model, attention kernel, batch, evaluation and first step."""

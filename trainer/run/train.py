@@ -93,7 +93,7 @@ from trainer.run.storage import (
     hold_run,
     open_run_storage,
 )
-from trainer.run.summary import run_summary_lines, write_environment
+from trainer.run.summary import note_summary, write_environment
 from trainer.training.metrics import RunLog
 
 if TYPE_CHECKING:
@@ -141,8 +141,7 @@ def train(
                 run, start, model, sharding=sharding, kernel=kernel, data=data, sampler=sampler
             )
             check_before_steps(run, start, config, changed)
-            for line in run_summary_lines(run, start, config, kernel):
-                run.observer.note(line)
+            note_summary(run, start, config, kernel)
             step = start.steps_taken
             patience = find_patience(run, config, start)
             missing_events = find_missing_events(run, config, start, patience)
