@@ -113,14 +113,18 @@ class Check:
 
     Attributes:
         name: Name in the table.
-        run: Returns a figure for the table. Raises SkippedCheckError if it cannot run. Any other exception is a
-            failure, of which a PrepError is the reason alone.
+        run: Returns a figure for the table. Raises SkippedCheckError if it cannot run, FailedCheckError if it
+            fails. Any other exception is a failure too.
         needs_torch: Whether the check compares with transformers.
     """
 
     name: str
     run: Callable[[FamilyUnderTest], str]
     needs_torch: bool = True
+
+
+class FailedCheckError(AssertionError):
+    """Raised by a check that fails, with the reason."""
 
 
 class SkippedCheckError(Exception):
@@ -299,7 +303,7 @@ def run_checks(subject: FamilyUnderTest, checks: Sequence[Check]) -> Iterator[Ch
             result = CheckResult(check.name, "passed", check.run(subject))
         except SkippedCheckError as skipped:
             result = CheckResult(check.name, "skipped", str(skipped))
-        except PrepError as failure:
+        except (FailedCheckError, PrepError) as failure:
             result = CheckResult(check.name, "failed", str(failure))
         except Exception as error:
             # A mistake in a family can raise anything.
@@ -527,9 +531,9 @@ def check_same_checkpoint(saved: Path, exported: Path) -> str:
 
 
 def _require(condition: object, reason: str) -> None:
-    """Raise PrepError with the reason unless the condition holds. `python -O` would skip an assertion."""
+    """Raise FailedCheckError with the reason unless the condition holds. `python -O` would skip an assertion."""
     if not condition:
-        raise PrepError(reason)
+        raise FailedCheckError(reason)
 
 
 def _require_same(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
