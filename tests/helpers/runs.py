@@ -1,4 +1,4 @@
-"""Tiny training runs: a small model, data in memory, and a checkpoint store in memory."""
+"""Tiny training runs: a small model, data in memory, and checkpoints in memory."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class MemoryReader:
 
 
 @dataclass
-class MemoryStore:
+class MemoryCheckpoints:
     """Checkpoints in memory."""
 
     saved: dict[int, MemoryReader] = field(default_factory=dict)
@@ -224,7 +224,7 @@ class MemoryStore:
         return FinishedSave(0.0)
 
     def note_evaluations(self, metric: str, costs: Mapping[int, float]) -> None:
-        """Do nothing: this store removes no step."""
+        """Do nothing: no step is removed."""
 
 
 @dataclass

@@ -457,7 +457,7 @@ def make_loop(
     return Loop(
         config,
         state,
-        store=checkpoints,
+        checkpoints=checkpoints,
         logs=[*logs, WatchdogLog(run)],
         lowest_cost=find_lowest_cost(run, config, checkpoints),
         patience=patience,

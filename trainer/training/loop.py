@@ -77,7 +77,7 @@ class Loop:
         config: LoopConfig,
         state: TrainState,
         *,
-        store: Checkpoints,
+        checkpoints: Checkpoints,
         logs: Sequence[RunLog] = (),
         lowest_cost: float = math.inf,
         patience: Patience = NO_EVALUATIONS,
@@ -90,7 +90,7 @@ class Loop:
         Args:
             config: The run.
             state: Training state to start from.
-            store: Receives the checkpoints.
+            checkpoints: Receives the checkpoints.
             logs: Receive the events of the run, in this order.
             lowest_cost: Lowest cost of the evaluations of saved steps. See `BestMetric`.
             patience: The evaluations up to the start step.
@@ -101,7 +101,7 @@ class Loop:
         """
         self.config = config
         self.state = state
-        self.store = store
+        self.checkpoints = checkpoints
         self.logs = logs
         self.stop_signals = StopSignals(config.setup.sharding)
         self.profiler = profiler
@@ -287,7 +287,7 @@ class Loop:
         """Count the evaluation of the saved start step as if its manifest had it."""
         cost = self.eval_costs[self.step]
         self.lowest_cost = min(self.lowest_cost, cost)
-        self.store.note_evaluations(self.config.best_metric.name, {self.step: cost})
+        self.checkpoints.note_evaluations(self.config.best_metric.name, {self.step: cost})
 
     def _run_due_events(self) -> bool:
         """Save, evaluate and sample, each if it is due after this step. Return whether all due events were run."""
@@ -463,7 +463,7 @@ class Loop:
             )
             # The save may go on in the background. `_wait_for_save` above leaves at most one save in
             # flight, so steps become durable in their order.
-            self.pending_save = self.step, self.store.start_save(self.step, leaves, fields)
+            self.pending_save = self.step, self.checkpoints.start_save(self.step, leaves, fields)
             self.last_saved_step = self.step
 
     def _manifest_fields(self) -> Manifest:
@@ -508,7 +508,7 @@ class Loop:
 
     def _recovery_hint(self) -> str:
         """Return how to continue after a run diverged."""
-        steps = self.store.steps()
+        steps = self.checkpoints.steps()
         start = ""
         if steps:
             start = f" from step {steps[-1]}"

@@ -107,7 +107,7 @@ def test_loss_terms_and_dropout_do_not_change_evaluation(tmp_path: Path):
         Loop(
             runs.make_job(setup, batch_size=4, steps=1, eval_every=1, stop_after=1),
             runs.make_state(setup),
-            store=runs.MemoryStore(),
+            checkpoints=runs.MemoryCheckpoints(),
             logs=[MetricsFileLog(tmp_path / name, 0), recording],
         ).run()
         return recording.lines[0], recording.evaluations[0]["eval_loss"]
@@ -154,7 +154,7 @@ def test_loop_evaluates_at_the_start_if_asked_to(
     Loop(
         job,
         runs.make_state(setup),
-        store=runs.MemoryStore(),
+        checkpoints=runs.MemoryCheckpoints(),
         logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0), recording],
     ).run()
     assert [line["step"] for line in recording.evaluations] == steps
@@ -167,7 +167,7 @@ def test_loop_logs_the_result_of_evaluate(tmp_path: Path):
     Loop(
         job,
         state,
-        store=runs.MemoryStore(),
+        checkpoints=runs.MemoryCheckpoints(),
         logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0), recording],
     ).run()
     result = run_evaluate(setup)

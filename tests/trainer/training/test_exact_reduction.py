@@ -94,7 +94,7 @@ def run(setup: StepSetup, folder: Path) -> FinishedRun:
     loop = Loop(
         runs.make_job(setup, batch_size=16, steps=10, eval_every=5),
         state,
-        store=runs.MemoryStore(),
+        checkpoints=runs.MemoryCheckpoints(),
         logs=[MetricsFileLog(folder / METRICS_FILE, 0), recording],
     )
     loop.run()

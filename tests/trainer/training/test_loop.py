@@ -28,23 +28,26 @@ STEPS = 20
 
 
 class FinishedRun:
-    """A finished run of `Loop`, with its store, recording and metrics.
+    """A finished run of `Loop`, with its checkpoints, recording and metrics.
 
-    It resumes from the last step of `store` unless `state` is given.
+    It resumes from the last step of `checkpoints` unless `state` is given.
     """
 
     def __init__(
         self,
         folder: Path,
         job: LoopConfig,
-        store: runs.MemoryStore | None = None,
+        checkpoints: runs.MemoryCheckpoints | None = None,
         state: TrainState | None = None,
     ) -> None:
-        self.store, self.recording = store or runs.MemoryStore(), runs.RecordingLog()
-        steps = self.store.steps()
+        self.checkpoints, self.recording = (
+            checkpoints or runs.MemoryCheckpoints(),
+            runs.RecordingLog(),
+        )
+        steps = self.checkpoints.steps()
         if state is None:
             state = (
-                restore_state(self.store.open(steps[-1]), job.setup)
+                restore_state(self.checkpoints.open(steps[-1]), job.setup)
                 if steps
                 else runs.make_state(job.setup)
             )
@@ -52,7 +55,7 @@ class FinishedRun:
         self.loop = Loop(
             job,
             state,
-            store=self.store,
+            checkpoints=self.checkpoints,
             logs=[MetricsFileLog(self.metrics_path, int(state["step"])), self.recording],
         )
         self.loop.run()
@@ -96,7 +99,9 @@ def uninterrupted(setup: runs.StepSetup, tmp_path_factory: pytest.TempPathFactor
 def test_loop_takes_all_steps(uninterrupted: FinishedRun):
     assert uninterrupted.result.step == STEPS
     assert not uninterrupted.result.stop_reason
-    assert uninterrupted.store.steps() == [STEPS], "with `save_every` 0 only the last step is saved"
+    assert uninterrupted.checkpoints.steps() == [STEPS], (
+        "with `save_every` 0 only the last step is saved"
+    )
     assert [line["step"] for line in uninterrupted.recording.lines] == list(range(1, STEPS + 1))
     assert uninterrupted.losses()[-1] < uninterrupted.losses()[0] - 1
     assert [line["step"] for line in uninterrupted.recording.evaluations] == [STEPS]
@@ -110,8 +115,8 @@ def test_loop_resumes_bit_exactly_after_any_step(
 ):
     first = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS, stop_after=stop))
     assert (first.result.step, first.result.stop_reason) == (stop, f"`--stop-after {stop}`")
-    assert first.store.steps() == [stop]
-    second = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS), first.store)
+    assert first.checkpoints.steps() == [stop]
+    second = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS), first.checkpoints)
     assert second.result.step == STEPS
     assert runs.state_bytes(second.loop.state) == runs.state_bytes(uninterrupted.loop.state)
     assert second.losses() == uninterrupted.losses()
@@ -122,7 +127,7 @@ def test_loop_resumes_on_another_mesh_with_same_batches(
 ):
     first = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS, stop_after=7))
     other_setup = runs.make_setup(runs.LLAMA, mesh="2,4,1", dropout=runs.DROPOUT)
-    second = FinishedRun(tmp_path, runs.make_job(other_setup, steps=STEPS), first.store)
+    second = FinishedRun(tmp_path, runs.make_job(other_setup, steps=STEPS), first.checkpoints)
     np.testing.assert_allclose(second.losses(), uninterrupted.losses(), rtol=1e-5)
 
 
@@ -138,7 +143,7 @@ def test_loop_resumes_bit_exactly_where_sp_splits_tokens(
     (evaluation,), (expected,) = whole.recording.evaluations, uninterrupted.recording.evaluations
     assert evaluation["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
     first = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS, stop_after=7))
-    second = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS), first.store)
+    second = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS), first.checkpoints)
     assert runs.state_bytes(second.loop.state) == runs.state_bytes(whole.loop.state)
 
 
@@ -147,10 +152,10 @@ def test_loop_logs_steps_after_last_checkpoint_again(
 ):
     """A kill between two checkpoints leaves lines of repeated steps, and an incomplete line."""
     first = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS, stop_after=9, save_every=5))
-    del first.store.saved[9]
+    del first.checkpoints.saved[9]
     with first.metrics_path.open("a") as file:
         file.write('{"step": 10, "lo')
-    second = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS), first.store)
+    second = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS), first.checkpoints)
     assert second.losses() == uninterrupted.losses()
 
 
@@ -159,7 +164,7 @@ def test_loop_evaluates_saves_and_logs_at_intervals(setup: runs.StepSetup, tmp_p
         tmp_path, runs.make_job(setup, steps=7, eval_every=3, save_every=2, log_every=5)
     )
     assert [line["step"] for line in run.recording.evaluations] == [0, 3, 6, 7]
-    assert run.recording.steps == [2, 4, 6, 7] == run.store.steps()
+    assert run.recording.steps == [2, 4, 6, 7] == run.checkpoints.steps()
     assert [line["step"] for line in run.recording.lines] == [1, 5, 7]
     assert [line["step"] for line in read_metrics(run.metrics_path)] == [0, 1, 3, 5, 6, 7, 7]
 
@@ -167,7 +172,7 @@ def test_loop_evaluates_saves_and_logs_at_intervals(setup: runs.StepSetup, tmp_p
 def test_loop_of_finished_run_does_nothing(
     setup: runs.StepSetup, uninterrupted: FinishedRun, tmp_path: Path
 ):
-    repeated = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS), uninterrupted.store)
+    repeated = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS), uninterrupted.checkpoints)
     assert repeated.result.step == STEPS
     assert not repeated.recording.lines
     assert not repeated.recording.evaluations
@@ -175,15 +180,15 @@ def test_loop_of_finished_run_does_nothing(
 
 
 def test_loop_stopped_before_first_step_saves_nothing(setup: runs.StepSetup, tmp_path: Path):
-    store = runs.MemoryStore()
+    checkpoints = runs.MemoryCheckpoints()
     stopped = Loop(
         runs.make_job(setup),
         runs.make_state(setup),
-        store=store,
+        checkpoints=checkpoints,
         logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0)],
     )
     stopped.run(lambda: "SIGTERM")
-    assert (stopped.step, stopped.stop_reason, store.steps()) == (0, "SIGTERM", [])
+    assert (stopped.step, stopped.stop_reason, checkpoints.steps()) == (0, "SIGTERM", [])
 
 
 def test_eval_limit_takes_the_first_sequences(setup: runs.StepSetup, tmp_path: Path):
@@ -210,20 +215,20 @@ def test_loop_ends_after_consecutive_nonfinite_steps(setup: runs.StepSetup, tmp_
 
 
 def test_loop_does_not_save_nonfinite_state(setup: runs.StepSetup, tmp_path: Path):
-    store = runs.MemoryStore()
+    checkpoints = runs.MemoryCheckpoints()
     with pytest.raises(PrepError, match="the state after step 1 is not finite"):
         FinishedRun(
             tmp_path,
             runs.make_job(setup, save_every=1),
-            store,
+            checkpoints,
             with_nan_params(runs.make_state(setup)),
         )
-    assert store.steps() == []
+    assert checkpoints.steps() == []
 
 
 def test_loop_saves_only_parameters_without_optimizer_state(setup: runs.StepSetup, tmp_path: Path):
     run = FinishedRun(tmp_path, runs.make_job(setup, steps=2, optimizer_state=False))
-    names: Any = run.store.open(2).leaves
+    names: Any = run.checkpoints.open(2).leaves
     assert "params.embed.tokens" in names
     assert not [name for name in names if name.startswith("opt_state")]
 
@@ -273,7 +278,7 @@ def test_loop_logs_time_mfu_and_memory_of_steps(
     loop_run = Loop(
         job,
         runs.make_state(setup),
-        store=runs.MemoryStore(),
+        checkpoints=runs.MemoryCheckpoints(),
         logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0), recording],
     )
     assert loop_run.metrics_lag == loop.CPU_METRICS_LAG
@@ -306,8 +311,8 @@ class DelayedSave:
         return 1.0
 
 
-class DelayedStore(runs.MemoryStore):
-    """A store whose saves end later, or fail."""
+class DelayedCheckpoints(runs.MemoryCheckpoints):
+    """Checkpoints whose saves end later, or fail."""
 
     save_error: PrepError | None = None
 
@@ -327,16 +332,16 @@ def test_loop_takes_steps_during_a_save(
         "on_save",
         lambda self, step, seconds: reports.append((step, self.lines[-1]["step"])),
     )
-    FinishedRun(tmp_path, runs.make_job(setup, steps=12, save_every=5), DelayedStore())
+    FinishedRun(tmp_path, runs.make_job(setup, steps=12, save_every=5), DelayedCheckpoints())
     assert [step for step, _ in reports] == [5, 10, 12]
     assert reports[0][1] > 5, "steps are logged before the save of step 5 has ended"
     assert reports[1][1] == reports[2][1] == 12, "the next save waits for the one before"
 
 
 def test_loop_raises_the_error_of_a_save(setup: runs.StepSetup, tmp_path: Path):
-    store = DelayedStore()
-    store.save_error = PrepError("the disk is full")
+    checkpoints = DelayedCheckpoints()
+    checkpoints.save_error = PrepError("the disk is full")
     with pytest.raises(PrepError, match="the disk is full"):
-        FinishedRun(tmp_path, runs.make_job(setup, steps=12, save_every=2), store)
-    assert store.steps() == [2]
+        FinishedRun(tmp_path, runs.make_job(setup, steps=12, save_every=2), checkpoints)
+    assert checkpoints.steps() == [2]
     assert max(line["step"] for line in read_metrics(tmp_path / METRICS_FILE)) < 6

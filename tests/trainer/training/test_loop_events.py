@@ -42,19 +42,19 @@ from trainer.training.samples import Sampler
 
 def run_loop(
     tmp_path: Path, *, options: dict[str, Any] | None = None, **changes: Any
-) -> tuple[runs.MemoryStore, Loop]:
+) -> tuple[runs.MemoryCheckpoints, Loop]:
     """Run a job of 12 steps; return its checkpoints and the loop."""
     setup = runs.make_setup()
-    store = runs.MemoryStore()
+    checkpoints = runs.MemoryCheckpoints()
     loop = Loop(
         runs.make_job(setup, steps=12, **changes),
         runs.make_state(setup),
-        store=store,
+        checkpoints=checkpoints,
         logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0), runs.RecordingLog()],
         **(options or {}),
     )
     loop.run()
-    return store, loop
+    return checkpoints, loop
 
 
 def test_unrounded_steps_for_epochs_are_exact_fractions():
@@ -67,8 +67,8 @@ def test_unrounded_steps_for_epochs_are_exact_fractions():
 
 
 def test_loop_saves_and_evaluates_by_epochs(tmp_path: Path):
-    store, loop = run_loop(tmp_path, save_every=Fraction(45, 8), eval_every=Fraction(45, 16))
-    assert store.steps() == [6, 12]
+    checkpoints, loop = run_loop(tmp_path, save_every=Fraction(45, 8), eval_every=Fraction(45, 16))
+    assert checkpoints.steps() == [6, 12]
     recording = loop.logs[-1]
     assert isinstance(recording, runs.RecordingLog)
     assert [line["step"] for line in recording.evaluations] == [0, 3, 6, 9, 12]
@@ -79,7 +79,7 @@ def test_loop_saves_milestones_beside_the_interval(tmp_path: Path):
 
 
 def test_loop_saves_each_step_with_a_lower_loss(tmp_path: Path):
-    store, loop = run_loop(tmp_path, eval_every=2, saves_best=True)
+    checkpoints, loop = run_loop(tmp_path, eval_every=2, saves_best=True)
     recording = loop.logs[-1]
     assert isinstance(recording, runs.RecordingLog)
     losses = {line["step"]: line["eval_loss"] for line in recording.evaluations if line["step"]}
@@ -88,25 +88,25 @@ def test_loop_saves_each_step_with_a_lower_loss(tmp_path: Path):
         if loss < best:
             best = loss
             expected.append(step)
-    assert store.steps() == sorted({*expected, 12})
-    assert {step: store.open(step).manifest["eval_loss"] for step in expected} == {
+    assert checkpoints.steps() == sorted({*expected, 12})
+    assert {step: checkpoints.open(step).manifest["eval_loss"] for step in expected} == {
         s: losses[s] for s in expected
     }
 
 
 def test_resumed_loop_saves_only_below_the_best_loss(tmp_path: Path):
-    store, _ = run_loop(tmp_path, options={"lowest_cost": 0.0}, eval_every=2, saves_best=True)
-    assert store.steps() == [12]
+    checkpoints, _ = run_loop(tmp_path, options={"lowest_cost": 0.0}, eval_every=2, saves_best=True)
+    assert checkpoints.steps() == [12]
 
 
 def test_loop_that_does_not_save_best_records_no_eval_loss(tmp_path: Path):
-    store, _ = run_loop(tmp_path, eval_every=6, save_every=6)
-    assert not any("eval_loss" in store.open(step).manifest for step in store.steps())
+    checkpoints, _ = run_loop(tmp_path, eval_every=6, save_every=6)
+    assert not any("eval_loss" in checkpoints.open(step).manifest for step in checkpoints.steps())
 
 
 def test_saved_parameters_are_cast_and_changes_counted(tmp_path: Path):
-    store, loop = run_loop(tmp_path, optimizer_state=False, saved_dtype="bfloat16")
-    reader = store.open(12)
+    checkpoints, loop = run_loop(tmp_path, optimizer_state=False, saved_dtype="bfloat16")
+    reader = checkpoints.open(12)
     names = [name for name in reader.arrays if name.startswith("params.")]
     assert {reader.arrays[name].dtype.name for name in names} == {"bfloat16"}
     assert reader.arrays["step"].dtype == np.int32
@@ -153,10 +153,10 @@ def test_parameters_too_large_for_the_cast_are_saved_without_it(
 
     monkeypatch.setattr(loop_module, "count_changed_values", refuse)
     warnings = list[str]()
-    store, _ = run_loop(
+    checkpoints, _ = run_loop(
         tmp_path, optimizer_state=False, saved_dtype="float16", options={"warn": warnings.append}
     )
-    reader = store.open(12)
+    reader = checkpoints.open(12)
     assert {
         array.dtype.name for name, array in reader.arrays.items() if name.startswith("params.")
     } == {"float32"}
@@ -276,10 +276,10 @@ class StoppingLog(runs.RecordingLog):
 
 @dataclass
 class StartedRun:
-    """A run in a folder: its store, and the loop and the result of its last start."""
+    """A run in a folder: its checkpoints, and the loop and the result of its last start."""
 
     folder: Path
-    store: runs.MemoryStore = field(default_factory=runs.MemoryStore)
+    checkpoints: runs.MemoryCheckpoints = field(default_factory=runs.MemoryCheckpoints)
 
     def start(
         self,
@@ -289,16 +289,16 @@ class StartedRun:
         missing: MissingEvents = NO_MISSING_EVENTS,
     ) -> StoppingLog:
         """Start or resume the run, up to a stop at a phase and its progress. Return its recording."""
-        steps = self.store.steps()
+        steps = self.checkpoints.steps()
         state = runs.make_state(job.setup)
         if steps:
-            state = restore_state(self.store.open(steps[-1]), job.setup)
+            state = restore_state(self.checkpoints.open(steps[-1]), job.setup)
         recording = StoppingLog(stop_phase=stop[0], stop_done=stop[1])
         step = int(state["step"])
         self.loop = Loop(
             job,
             state,
-            store=self.store,
+            checkpoints=self.checkpoints,
             logs=[
                 MetricsFileLog(self.folder / METRICS_FILE, step),
                 SamplesFileLog(self.folder / SAMPLES_FILE, step),
@@ -346,7 +346,7 @@ def test_stop_in_an_evaluation_keeps_all_steps(tmp_path: Path, stop: tuple[str, 
     step = int(stop[0].split()[1])
     recording = cut.start(make_job(), stop=stop)
     assert (cut.result.step, cut.result.stop_reason) == (step, "SIGTERM")
-    assert cut.store.steps() == [step]
+    assert cut.checkpoints.steps() == [step]
     # No batch is computed after the signal.
     assert recording.progress[-1] == (stop[1], 5)
     assert [line["step"] for line in recording.evaluations] == list(range(0, step, 2))
@@ -370,9 +370,9 @@ def test_best_step_is_saved_after_its_evaluation(tmp_path: Path):
     run = StartedRun(tmp_path)
     job = make_job(save_every=2, saves_best=True)
     run.start(job, stop=("evaluate 4", 3))
-    assert run.store.steps() == [2, 4]
-    assert "eval_loss" in run.store.open(2).manifest
-    assert "eval_loss" not in run.store.open(4).manifest
+    assert run.checkpoints.steps() == [2, 4]
+    assert "eval_loss" in run.checkpoints.open(2).manifest
+    assert "eval_loss" not in run.checkpoints.open(4).manifest
 
 
 @dataclass
@@ -387,7 +387,7 @@ class StoppedProcess:
         loop = Loop(
             runs.make_job(self.setup, steps=20, save_every=save_every),
             runs.make_state(self.setup),
-            store=runs.MemoryStore(),
+            checkpoints=runs.MemoryCheckpoints(),
             profiler=profiler,
         )
         loop.run(lambda: "SIGTERM" if loop.step >= self.signal_step else "")
@@ -423,7 +423,7 @@ def test_pending_stop_skips_the_first_evaluation(tmp_path: Path):
     recording = run.start(make_job(), stop=("compile", 0))
     assert (run.result.step, run.result.stop_reason) == (0, "SIGTERM")
     assert not recording.evaluations
-    assert not run.store.steps()
+    assert not run.checkpoints.steps()
 
 
 def test_stop_in_samples_keeps_all_steps(tmp_path: Path, sampler: Sampler):
@@ -433,7 +433,7 @@ def test_stop_in_samples_keeps_all_steps(tmp_path: Path, sampler: Sampler):
     job = make_job(eval_every=0, sampler=sampler, sample_every=4)
     whole.start(job)
     cut.start(job, stop=("sample 4", 1))
-    assert (cut.result.step, cut.store.steps()) == (4, [4])
+    assert (cut.result.step, cut.checkpoints.steps()) == (4, [4])
     assert [line["step"] for line in cut.lines(SAMPLES_FILE)] == [0, 0]
     cut.start(job, missing=MissingEvents(num_samples=2))
     assert cut.lines(SAMPLES_FILE) == whole.lines(SAMPLES_FILE)
@@ -455,7 +455,7 @@ def test_run_that_lacks_an_evaluation_compiles_no_step(tmp_path: Path):
     recording = run.start(make_job(), missing=MissingEvents(evaluation=True))
     assert run.loop.compiled_step is None
     assert [line["step"] for line in recording.evaluations] == [6]
-    assert run.store.steps() == [6]
+    assert run.checkpoints.steps() == [6]
 
 
 def test_missing_evaluation_is_compiled_once(tmp_path: Path):
@@ -465,8 +465,8 @@ def test_missing_evaluation_is_compiled_once(tmp_path: Path):
     job = make_job()
     loop = Loop(
         job,
-        restore_state(run.store.open(6), job.setup),
-        store=run.store,
+        restore_state(run.checkpoints.open(6), job.setup),
+        checkpoints=run.checkpoints,
         logs=[MetricsFileLog(tmp_path / METRICS_FILE, 6), recording],
         missing_events=MissingEvents(evaluation=True),
     )
@@ -482,7 +482,7 @@ def test_evaluation_is_compiled_before_the_first_step(tmp_path: Path):
     loop = Loop(
         job,
         runs.make_state(job.setup),
-        store=runs.MemoryStore(),
+        checkpoints=runs.MemoryCheckpoints(),
         logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0), recording],
     )
     eval_step, phases = loop.eval_step, list[str]()

@@ -151,7 +151,7 @@ def run_loop(setup: StepSetup, log: Path, **changes: Any) -> Loop:
     loop = Loop(
         runs.make_job(setup, steps=5, **changes),
         runs.make_state(setup),
-        store=runs.MemoryStore(),
+        checkpoints=runs.MemoryCheckpoints(),
         logs=[
             MetricsFileLog(log.with_name("metrics.jsonl"), 0),
             SamplesFileLog(log, 0),
