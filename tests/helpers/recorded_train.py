@@ -40,9 +40,16 @@ class RecordedDataset:
 
 
 def record_batch(
-    dataset: Dataset, rows: np.ndarray, sharding: ShardingContext, *, epochs: np.ndarray
-) -> dict[str, jax.Array]:
+    dataset: Dataset,
+    rows: np.ndarray,
+    sharding: ShardingContext,
+    *,
+    epochs: np.ndarray | None = None,
+) -> Mapping[str, jax.Array]:
     """Load a batch as `load_batch` does, and append it to the record of this process."""
+    if epochs is None:
+        # A batch of an evaluation, which compiles its step
+        return feed.load_batch(dataset, rows, sharding)
     recorded: Any = RecordedDataset(dataset)
     batch = feed.load_batch(recorded, rows, sharding, epochs=epochs)
     shards = {

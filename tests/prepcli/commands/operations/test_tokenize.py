@@ -338,7 +338,9 @@ def record_fed_batches(monkeypatch: MonkeyPatch) -> list[dict[str, np.ndarray]]:
 
     def load_and_record(*args: Any, **options: Any) -> dict[str, Any]:
         batch = load_batch(*args, **options)
-        fed.append({name: np.asarray(array) for name, array in batch.items()})
+        # Only training batches have epochs. One of an evaluation compiles its step.
+        if "epochs" in options:
+            fed.append({name: np.asarray(array) for name, array in batch.items()})
         return batch
 
     monkeypatch.setattr(loop, "load_batch", load_and_record)
