@@ -228,7 +228,7 @@ READS_ENVIRONMENT = {
 # Modules with settings under JAX's names, or with the devices of a mesh.
 NAMES_PROCESSES = {
     "trainer.recipe.tables",
-    *(f"trainer.run.{name}" for name in ("checks", "params")),
+    *(f"trainer.run.{name}" for name in ("machine", "params")),
 }
 
 

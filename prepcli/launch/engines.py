@@ -78,8 +78,8 @@ ENGINES = {
         With --array, each task of a job array writes its share of a conversion.
 
         Examples:
-          prep launch pbs llama-13b --nodes 2 --devices-per-node 8 --cpus 64 --time 24:00:00
-          prep launch pbs run.toml --queue gpu --setup 'source env/bin/activate' --submit
+          prep launch pbs llama-13b --nodes 2 --devices-per-node 8 --cpus 64
+          prep launch pbs run.toml --queue gpu --time 24:00:00 --submit
           prep launch pbs --array 8 --cpus 4 -- save-init llama-13b --mesh 1,64,4
         """,
         script=pbs_script,

@@ -177,8 +177,8 @@ def test_open_remote_limits_the_time_of_ranges(
 @pytest.mark.parametrize(
     "arguments",
     [
-        (("save-init", "o/m"),),
-        pytest.param((("inspect", "o/m", "--stream"),), marks=pytest.mark.slow),
+        ("save-init", "o/m"),
+        pytest.param(("inspect", "o/m", "--stream"), marks=pytest.mark.slow),
     ],
 )
 def test_ctrl_c_interrupts_a_request(tmp_path: Path, arguments: tuple[str, ...]):

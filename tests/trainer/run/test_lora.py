@@ -338,7 +338,7 @@ def test_full_run_does_not_resume_with_adapters(work_dir: Path, capsys: pytest.C
     assert run_code("train", "recipe.toml", *options, "--stop-after", "2") == STOPPED
     assert run_code("train", "recipe.toml") == FAILED
     err = capsys.readouterr().err
-    assert "the run began with another recipe" in err
+    assert "the recipe has changed since the last start" in err
     assert "lora.rank: 0 -> 4" in err
 
 

@@ -37,7 +37,7 @@ from tests.helpers.train_runs import (
 )
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from tests.helpers.waiting import MAX_S
-from trainer.run import storage
+from trainer.run import logs
 from trainer.run.recipe_data import tokenize_progress
 from trainer.run.storage import hold_run
 from trainer.run.train import describe_saved_progress
@@ -304,7 +304,7 @@ def test_changed_recipe_is_refused_before_the_memory_of_a_step(
     assert run_code("train", "recipe.toml", "--stop-after", "1") == STOPPED
     monkeypatch.setattr("trainer.run.machine.host_memory", lambda: {"available": 1})
     code, what, why, _ = train_error(capsys, "--set", "data.seq_length=64")
-    assert (code, what) == (FAILED, "the run began with another recipe")
+    assert (code, what) == (FAILED, "the recipe has changed since the last start")
     assert why == "data.seq_length: 16 -> 64"
 
 
@@ -345,7 +345,7 @@ def test_start_that_cannot_write_its_recipe_removes_its_lock(
     def refuse(path: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(storage, "write_file", refuse)
+    monkeypatch.setattr(logs, "write_file", refuse)
     code, what, *_ = train_error(capsys)
     assert (code, what) == (FAILED, "the disk that holds recipe.toml is full")
     assert [path.name for path in Path("runs/recipe").iterdir()] == ["data"]
