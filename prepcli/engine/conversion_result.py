@@ -18,9 +18,9 @@ class ConversionResult:
         read_nbytes: Bytes read.
         written_nbytes: Bytes written.
         copied_nbytes: Bytes copied in memory, to another order or dtype.
-        resumed_nbytes: Durable bytes of an earlier run.
+        resumed_nbytes: Durable bytes of an earlier start.
         peak_nbytes: Of a pipeline, the largest anonymous memory seen. Of a conversion, its peak minus the memory
-            before the run.
+            before it.
         seconds: Busy time of each stage in seconds.
         already_done: The output existed before, and no bytes were moved.
     """

@@ -46,7 +46,7 @@ class PipelineUnit:
     Attributes:
         number: Number of the unit.
         streams: Numbers of its streams, in processing order.
-        digests: Digests of the streams that an earlier run has made durable. They are not written again.
+        digests: Digests of the streams that an earlier start has made durable. They are not written again.
         prefix: The partly durable stream.
     """
 
@@ -57,7 +57,7 @@ class PipelineUnit:
 
 
 class UnitObserver(Protocol):
-    """Follows the units of a pipeline. Each method may raise to stop the run."""
+    """Follows the units of a pipeline. Each method may raise to stop it."""
 
     def begin_unit(self, unit: PipelineUnit) -> None:
         """Prepare the sink for a unit, in the thread that writes, before its first byte."""
@@ -78,7 +78,7 @@ class _SlabTask:
 
     Attributes:
         slab: The slab.
-        new_nbytes: Bytes not durable from an earlier run. If it is 0, the slab is not written.
+        new_nbytes: Bytes not durable from an earlier start. If it is 0, the slab is not written.
         prefix_nbytes: Bytes in the durable prefix of the stream.
         earlier_digest: Digest of the durable prefix as it was written, if it ends in the slab.
         differs_from_prefix: Whether the durable prefix has another digest now. Set by the move stage.
@@ -166,7 +166,7 @@ class Pipeline:
             progress: Receives the number of moved bytes.
             units: The units to move, or None for one unit of all streams.
             observer: Follows the units.
-            on_digest: Called with the number and the digests of each completed stream. It may raise to stop the run.
+            on_digest: Called with the number and the digests of each completed stream. It may raise to stop the pipeline.
             checksums: Records the checksums of written blocks.
         """
         self.streams = streams
@@ -252,7 +252,7 @@ class Pipeline:
             if self.streams[number].averages_rows:
                 needed.add(mean_source_number(self.streams, number))
         stream_numbers = [number for number in unit.streams if number in needed]
-        # Digests of an earlier run take part in the checks: a tied tensor of this run is compared with them.
+        # Digests of an earlier start take part in the checks: a tied tensor of this one is compared with them.
         for number in sorted(unit.digests.keys() - set(stream_numbers)):
             self.on_digest(number, unit.digests[number])
         self._pass_in_order(partial(self._begin_unit, unit))
@@ -318,7 +318,7 @@ class Pipeline:
         self.unsynced_units.append(number)
 
     def fail(self, error: BaseException) -> None:
-        """End the run with an error, the first one of all. Slabs in later stages are skipped."""
+        """End the pipeline with an error, the first one of all. Slabs in later stages are skipped."""
         self.error = self.error or error
 
     def _finish_stages(self) -> None:

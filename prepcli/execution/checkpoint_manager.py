@@ -32,14 +32,11 @@ from prepcli.execution.training_storage import (
 from prepcli.formats.manifest import (
     NO_MANIFEST,
     STATE_ITEM,
-    ScoreGroup,
-    StepScore,
-    best_steps,
     check_files,
     find_manifest_folder,
-    manifest_score,
     read_manifest,
 )
+from prepcli.formats.step_scores import ScoreGroup, StepScore, best_steps, manifest_score
 from prepcli.models.partition import MIN_SPLIT_NBYTES
 from prepcli.planning.manifest_fields import PREP_KEYS, Manifest
 from prepcli.planning.plan import Plan, SmallFile
@@ -176,7 +173,7 @@ class CheckpointManager:
         is_saving = self._pending is not None and not self._pending.is_done
         if error is not None and self._group.count > 1 and is_saving:
             # A save of several processes ends only if all of them take part. They first have to learn of the error, so
-            # this process does not wait. The thread may still write: a folder stays locked until the process ends.
+            # this process does not wait. The thread may still write: the run stays locked until the process ends.
             return
         # If the block and the save both failed, the error of the block is raised.
         is_reported = error is not None and (self._group.count == 1 or isinstance(error, PrepError))
@@ -233,6 +230,8 @@ class CheckpointManager:
             # The next training step donates the buffers of the state. All shards must be on the host before this method
             # returns.
             copies = {name: leaf.on_host() for name, leaf in leaves.items()}
+            # The thread may still work when an error ends the run.
+            self._storage.is_saving = True
             self._pending = BackgroundSave(partial(self._save, step, copies, manifest_fields))
             return self._pending
         start_s = time.monotonic()
@@ -264,6 +263,15 @@ class CheckpointManager:
         self._save(step, leaves, manifest_fields)
 
     def _save(
+        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, object]
+    ) -> None:
+        self._storage.is_saving = True
+        try:
+            self._save_step(step, leaves, manifest_fields)
+        finally:
+            self._storage.is_saving = False
+
+    def _save_step(
         self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, object]
     ) -> None:
         if reserved := PREP_KEYS & {*manifest_fields}:

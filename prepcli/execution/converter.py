@@ -22,8 +22,9 @@ from prepcli.core.json_values import JsonObject
 from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.signals import note_durable_work
 from prepcli.engine.budget import Budget, anonymous_nbytes
+from prepcli.engine.conversion_result import ConversionResult
 from prepcli.engine.digest import StreamDigest, record_digest
-from prepcli.engine.pipeline import ConversionResult, PipelineUnit
+from prepcli.engine.pipeline import PipelineUnit
 from prepcli.execution.data_checks import (
     IntegrityChecker,
     SourceChangedError,

@@ -280,7 +280,7 @@ class FolderOutput:
     ) -> None:
         """Begin or join the conversion. `is_first` says that no other process is in it. The lock `door` is held."""
         if is_first and (restart or self._is_replaceable(identity)):
-            self._delete_earlier_run()
+            self._delete_earlier_conversion()
         earlier = self._read_identity()
         if earlier is not None and earlier != identity:
             if not is_first:
@@ -339,7 +339,7 @@ class FolderOutput:
             any((self.work / folder).glob("*")) for folder in (DONE_FOLDER, PART_FOLDER)
         )
 
-    def _delete_earlier_run(self) -> None:
+    def _delete_earlier_conversion(self) -> None:
         """Delete the state and the data files of an earlier conversion."""
         self._restore_replaced()
         # The notes go first, and durably: a kill while the data files are removed must not leave a note that

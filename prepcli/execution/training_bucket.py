@@ -91,7 +91,7 @@ class BucketStorage:
         self._bucket = Bucket(url, RETRIES, retry_policy)
         self._recipe_digest = recipe_digest
         self._lock: BucketLock | None = None
-        self._is_writing = False
+        self.is_saving = False
         self._known_steps: list[int] | None = None
         # The data files of the last plan, with the leaves that they were planned for
         self._files: tuple[tuple[OutputLeaf, ...], ProcessFiles] | None = None
@@ -171,9 +171,9 @@ class BucketStorage:
     def release(self, *, after_error: bool = False) -> None:
         """Release the lock. Objects of an incomplete step are left to the next start.
 
-        After an error, the lock stays while a step is still being written, and expires once this process has ended.
+        After an error, the lock stays while a step is still being saved, and expires once this process has ended.
         """
-        if after_error and self._is_writing:
+        if after_error and self.is_saving:
             return
         if self._lock is not None:
             self._lock.release()
@@ -190,11 +190,7 @@ class BucketStorage:
         files = self._plan_files(save)
         save = replace(save, plan=files.plan)
         bucket = self._step_bucket(save.step)
-        self._is_writing = True
-        try:
-            yield BucketStep(save, files, bucket, self._store_files, self._check_lock)
-        finally:
-            self._is_writing = False
+        yield BucketStep(save, files, bucket, self._store_files, self._check_lock)
         self._known_steps = [*self.steps(refresh=False), save.step]
 
     def _plan_files(self, save: StepSave) -> ProcessFiles:

@@ -77,7 +77,7 @@ class FolderStorage:
         self._start_files = start_files
         self._lock = -1  # descriptor of the lock file
         self._is_acquired = False
-        self._is_writing = False
+        self.is_saving = False
         self._new_folders: list[Path] = []  # created by `acquire`, innermost first
 
     @property
@@ -148,9 +148,11 @@ class FolderStorage:
                     remove_path(path)
             for step in self.steps():
                 remove_work_folder(step_folder(folder, step))
-        except OSError as error:
+        except BaseException as error:
             self._unlock()
-            raise io_error(folder, error) from error
+            if isinstance(error, OSError):
+                raise io_error(folder, error) from error
+            raise
 
     def _make_folder(self) -> None:
         folder = self.local_folder
@@ -161,7 +163,7 @@ class FolderStorage:
         """Release the lock.
 
         After an error, the lock file of a run that has not begun is removed, with the folders that `acquire` created.
-        The lock stays while a step is still being written: other processes may write their shares of it. It then ends
+        The lock stays while a step is still being saved: other processes may write their shares of it. It then ends
         with this process.
 
         Args:
@@ -175,7 +177,7 @@ class FolderStorage:
                     for folder in self._new_folders:
                         folder.rmdir()
         finally:
-            if not (after_error and self._is_writing):
+            if not (after_error and self.is_saving):
                 self._unlock()
 
     def _has_begun(self) -> bool:
@@ -192,15 +194,12 @@ class FolderStorage:
     def step_output(self, save: StepSave) -> Iterator[StepOutput]:
         """Yield where a step is written. Remove it after an error. See `RunStorage.step_output`."""
         step = FolderStep(save, step_folder(self.local_folder, save.step))
-        self._is_writing = True
         try:
             yield step
         except BaseException:
             if save.group.index == 0:
                 shutil.rmtree(step.folder, ignore_errors=True)
             raise
-        finally:
-            self._is_writing = False
 
     def remove_step(self, step: int) -> None:
         """Rename a step, then delete its files."""

@@ -76,7 +76,12 @@ class RunStorage(Protocol):
 
     A step is complete or not there: `write_step` makes it visible last, and `remove_step` hides it first.
     Only process 0 locks the run, removes steps and stores the files that all processes share.
+
+    Attributes:
+        is_saving: Whether a step is being saved. After an error, the lock then ends with the process.
     """
+
+    is_saving: bool
 
     @property
     def name(self) -> str:

@@ -27,7 +27,7 @@ from prepcli.core.launchers import PARENT_VARIABLE
 from prepcli.core.observer import LockedProgress, Progress
 from prepcli.core.signals import Stopped, block_signals
 from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES, anonymous_nbytes
-from prepcli.engine.pipeline import ConversionResult
+from prepcli.engine.conversion_result import ConversionResult
 from prepcli.planning.work_units import Share
 from prepcli.restore.digest_checks import CHECK_TASK
 

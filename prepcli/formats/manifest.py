@@ -15,13 +15,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from pathlib import Path
 
 import xxhash
 
@@ -46,7 +43,6 @@ from prepcli.planning.manifest_fields import (
 from prepcli.planning.tensors import ITEM_BITS
 from prepcli.stores.files import (
     open_regular_file,
-    read_complete_lines,
     read_small_file,
     resolve_named_path,
     stat_file,
@@ -469,114 +465,6 @@ def no_step_error(run: str) -> PrepError:
     hint = text("{} continues it", Command("train", "RECIPE", Option("out", run)))
     why = "a run is a checkpoint from its first saved step on"
     return PrepError(f"no step of the run {run} is saved yet", why, hint)
-
-
-# Name of a metric, number of evaluated sequences, and stride: only values of equal groups are compared.
-ScoreGroup = tuple[str, int | None, int | None]
-
-
-@dataclass(frozen=True, slots=True)
-class StepScore:
-    """The evaluation of a step that selects the best step, as its manifest or the log of its run has it.
-
-    Attributes:
-        cost: The value of the metric, negated if the highest one is the best. Infinite without an evaluation.
-        group: The metric and the evaluated sequences.
-    """
-
-    cost: float
-    group: ScoreGroup
-
-    def completed(self, metric: str, logged_cost: float) -> StepScore:
-        """Return the score of a step whose evaluation only the log has: a signal had stopped it before the save."""
-        _, sequences, stride = self.group
-        # Only runs that record evaluations record the number of their sequences.
-        if math.isfinite(self.cost) or not math.isfinite(logged_cost) or sequences is None:
-            return self
-        return StepScore(logged_cost, (metric, sequences, stride))
-
-
-def manifest_score(manifest: Manifest) -> StepScore:
-    """Return the evaluation in a step's manifest: of its loss, or of another metric."""
-    name = "eval_loss"
-    cost = manifest.eval_loss
-    if metric := manifest.eval_metric:
-        name = metric["name"]
-        cost = metric["value"]
-        if metric["best_is"] == "highest":
-            cost = -cost
-    if cost is None or not math.isfinite(cost):
-        cost = math.inf
-    return StepScore(cost, score_group(name, manifest))
-
-
-def score_group(metric: str, manifest: Manifest) -> ScoreGroup:
-    """Return the group of a metric's values in the manifests of steps."""
-    return metric, manifest.eval_sequences, manifest.eval_stride
-
-
-def best_step(run: Path) -> int | None:
-    """Return the best step of a run. None if no step has an evaluation.
-
-    Only the steps with the metric and the sequences of the newest evaluation are compared.
-    """
-    manifests = {
-        step: read_manifest(step_folder(run, step)) or NO_MANIFEST for step in saved_steps(run)
-    }
-    scores = {step: manifest_score(manifest) for step, manifest in manifests.items()}
-    # A loss of 100 sequences and one of 1,000 are not comparable: `eval.limit` may have changed.
-    newest = max((step for step, score in scores.items() if score.cost < math.inf), default=None)
-    if newest is None:
-        return None
-    metric = manifests[newest].eval_metric or {"name": "eval_loss", "best_is": "lowest"}
-    costs = logged_costs(run / METRICS_FILE, metric["name"], metric["best_is"])
-    scores = {
-        step: score.completed(metric["name"], costs.get(step, math.inf))
-        for step, score in scores.items()
-    }
-    return best_steps(scores)[scores[newest].group]
-
-
-def logged_costs(log: Path, metric: str, best_is: str) -> dict[int, float]:
-    """Return the costs of the evaluations in the log of a run, by step. Empty without a log.
-
-    Args:
-        log: The file of metrics.
-        metric: Name of the metric.
-        best_is: Whether its `lowest` or its `highest` value is the best one.
-
-    Raises:
-        PrepError: The log cannot be read.
-    """
-    costs: dict[int, float] = {}
-    try:
-        for line in read_complete_lines(log):
-            # Most lines are of training steps.
-            if f'"{metric}"'.encode() not in line:
-                continue
-            try:
-                values = json.loads(line)
-                step, value = values["step"], float(values[metric])
-            except (ValueError, TypeError, KeyError, RecursionError):
-                continue
-            costs[step] = -value if best_is == "highest" else value
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise unreadable_error(log, error) from error
-    return costs
-
-
-def best_steps(scores: Mapping[int, StepScore]) -> dict[ScoreGroup, int]:
-    """Return the step with the lowest cost, the first of equal ones, for each group."""
-    best: dict[ScoreGroup, int] = {}
-    for step, score in sorted(scores.items()):
-        lowest = math.inf
-        if score.group in best:
-            lowest = scores[best[score.group]].cost
-        if score.cost < lowest:
-            best[score.group] = step
-    return best
 
 
 def listed_steps(paths: Iterable[str]) -> list[int]:

@@ -1,1 +1,1 @@
-"""Start a command in several processes: files for SLURM, TPUs, Kubernetes, SkyPilot and Ray, and local processes."""
+"""Start a command in several processes: on SLURM, PBS, TPUs, Kubernetes, SkyPilot and Ray, or on this machine."""

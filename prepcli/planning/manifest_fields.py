@@ -227,7 +227,7 @@ class PrepFields(JsonRecord):
     compress: Omittable[str] = None
     packed: Mapping[str, int] = NOTHING
     casts: Sequence[CastEntry] = ()
-    # A value of `item_storage.Storage` other than `ocdbt`, or `levanter` for a checkpoint of Levanter.
+    # A value of `item_storage.ItemStorage` other than `ocdbt`, or `levanter` for a checkpoint of Levanter.
     # Omitted for an OCDBT database of zarr 2.
     storage: Omittable[str] = None
     # Quantisation config of the model whose weights were decoded, and their records if their scales were kept.

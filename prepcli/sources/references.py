@@ -20,12 +20,12 @@ from prepcli.formats.manifest import (
     MANIFEST_FILE,
     RECIPE_FILE,
     STEP_NAME,
-    best_step,
     is_begun_run,
     no_step_error,
     saved_steps,
     step_folder,
 )
+from prepcli.formats.step_scores import best_step
 from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.stores.addresses import (
     ObjectStoreUrl,

@@ -272,11 +272,13 @@ def check_patterns(
     option: str, patterns: Sequence[str], copied: Sequence[SideFile], display_name: str
 ) -> None:
     """Raise UsageError for a pattern of an option without a match among the copied side files."""
+    # Code is copied only on request, so that an export has other files to leave out.
+    example = "README.md" if option == "exclude" else "*.py"
     for pattern in patterns:
         if not any(matches_any(file.name, [pattern]) for file in copied):
             what = text("{} matches no file of {}", Option(option, pattern), display_name)
             why = "it takes names of side files, not of weights"
-            raise usage_error(what, why, "use a pattern such as `*.py` or `FOLDER/*`")
+            raise usage_error(what, why, f"use a pattern such as `{example}` or `FOLDER/*`")
 
 
 def matches_any(name: str, patterns: Sequence[str]) -> bool:

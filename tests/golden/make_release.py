@@ -23,6 +23,7 @@ import tarfile
 import tempfile
 from contextlib import chdir
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -119,10 +120,10 @@ def run_release(python: str, *words: str, syncs: int = 0) -> str:
 
 def make_sources() -> None:
     """Write a model, recipes and their data to the current folder."""
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
     make_checkpoint(Path("model"), LLAMA, **sizes, **heads)
-    t5_sizes = {
+    t5_sizes: dict[str, Any] = {
         "d_model": 8,
         "d_kv": 4,
         "d_ff": 16,

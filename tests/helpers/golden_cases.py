@@ -333,7 +333,9 @@ def traits_of(item: Case) -> set[tuple[str, ...]]:
         command = f"{command} --training-state"
     # A reshard moves the leaves of any model alike.
     is_any_model = command == "reshard" and source.endswith("-init")
-    traits = {(command, "source", "init" if is_any_model else source.split("/")[-1])}
+    traits: set[tuple[str, ...]] = {
+        (command, "source", "init" if is_any_model else source.split("/")[-1])
+    }
     if source.startswith(BUCKET):
         traits.add((command, "source in a bucket"))
     if item.out.startswith(BUCKET):

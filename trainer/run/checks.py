@@ -249,9 +249,6 @@ def _check_seq_length(data: Data, arch_config: ArchConfig) -> None:
         )
 
 
-MANY_EPOCHS = 1000  # a run of more epochs gets a warning
-
-
 def check_devices(recipe: Recipe, sharding: ShardingContext) -> None:
     """Raise UsageError if `model.offload` is set and the devices have no host memory to move arrays to."""
     if recipe.model.offload != OFFLOAD_NONE:
@@ -318,6 +315,9 @@ def _check_earlier_steps(
         )
     for warning in filter(None, warnings):
         run.observer.warn(warning)
+
+
+MANY_EPOCHS = 1000  # a run of more epochs gets a warning
 
 
 def run_warnings(recipe: Recipe, config: LoopConfig, *, last_step: int = 0) -> Iterator[str]:

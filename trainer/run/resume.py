@@ -13,14 +13,8 @@ from pydantic import BaseModel
 
 from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_error
 from prepcli.core.formatting import count_text
-from prepcli.formats.manifest import (
-    METRICS_FILE,
-    RECIPE_FILE,
-    StepScore,
-    logged_costs,
-    manifest_score,
-    score_group,
-)
+from prepcli.formats.manifest import METRICS_FILE, RECIPE_FILE
+from prepcli.formats.step_scores import StepScore, logged_costs, manifest_score, score_group
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.restore.item_reader import ItemReader
 from prepcli.sources.source import AVERAGE_SLOT
@@ -379,7 +373,7 @@ def find_missing_events(
         PrepError: A log cannot be read.
     """
     from trainer.training.events import MissingEvents
-    from trainer.training.metrics import METRICS_FILE, num_logged_events
+    from trainer.training.metrics import num_logged_events
 
     missing = MissingEvents()
     step = start.steps_taken
@@ -427,7 +421,7 @@ def find_patience(run: Run, config: LoopConfig, start: StartCheckpoint) -> Patie
         PrepError: A log cannot be read.
     """
     from trainer.training.eval_metrics import NO_EVALUATIONS, Patience
-    from trainer.training.metrics import METRICS_FILE, logged_evaluation
+    from trainer.training.metrics import logged_evaluation
 
     step = start.steps_taken
     if not step or not run.recipe.eval.patience:

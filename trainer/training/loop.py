@@ -272,13 +272,17 @@ class Loop:
 
     def _run_start_events(self) -> bool:
         """Run the events before the first step, or the missing ones of a resumed step. Return whether all were run."""
+        num_samples = self.missing_events.num_samples
         # A signal may stop them.
         try:
             if self.missing_events.evaluation:
                 self._evaluate()
                 if self.missing_events.is_score:
                     self._count_late_evaluation()
-            self._log_samples(self.missing_events.num_samples)
+                if self.config.end_reason(self.step, self.patience):
+                    # Only this evaluation has shown that the run ends here.
+                    num_samples = self.config.num_samples_due(self.step, ends_early=True)
+            self._log_samples(num_samples)
         except EventStoppedError:
             return False
         return True

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Unpack
 
@@ -69,6 +70,7 @@ from prepcli.sources.recorded_sources import (
     recorded_sources,
 )
 from prepcli.sources.references import HubRepo, parse_reference
+from prepcli.sources.side_files import matches_any
 from prepcli.sources.source import Source, SourceTensor, use_averaged_params
 from prepcli.stores.addresses import is_url
 from prepcli.stores.paths import AnyPath
@@ -481,6 +483,7 @@ class _Link:
         digests = file_digests(output)
         source_digests = file_digests(source, copied=digests)
         edits = _recorded_edits(output, source)
+        excluded = [value for word, value in pairwise(requested) if word == "--exclude"]
         num_equal = 0
         for name in sorted(digests.keys() | source_digests.keys()):
             before, after = source_digests.get(name), digests.get(name)
@@ -495,7 +498,7 @@ class _Link:
             elif has_adapter or (name in PROCESSOR_FILES and not output.is_multimodal):
                 # An adapter has only its own files, and a text model has no processor.
                 self.changed["left out"].append(name)
-            elif "--exclude" in requested:
+            elif matches_any(name, excluded):
                 self.changed["left out"].append(name)
             else:
                 self.differences[f"missing files of {source.display_name}"].append(name)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from prepcli.formats.manifest import best_step, listed_step, listed_steps
+from prepcli.formats.manifest import listed_step, listed_steps
+from prepcli.formats.step_scores import best_step
 
 MANIFEST = {"format": 1, "kind": "hf", "request": "", "plan": "", "config": {}, "tensors": {}}
 MANIFEST |= {"prefixed": False, "tied": False}
@@ -39,6 +40,24 @@ def test_best_step_compares_equal_evaluations(
         tmp_path,
         {step: dict(zip(keys, values, strict=True)) for step, values in evaluations.items()},
     )
+    assert best_step(tmp_path) == best
+
+
+@pytest.mark.parametrize(
+    ("recipe", "best"), [('best = "eval_loss"', 2), ('best = "accuracy"', None)]
+)
+def test_best_step_has_its_only_evaluations_in_the_log(
+    tmp_path: Path, recipe: str, best: int | None
+):
+    """A signal stopped each evaluation, and the next start repeated it."""
+    fields = {"eval_sequences": 4, "recipe": f"[checkpoint]\n{recipe}\n"}
+    write_run(tmp_path, {1: fields, 2: fields})
+    lines = [
+        {"step": 1, "eval_loss": 2.0},
+        {"step": 2, "eval_loss": 1.0},
+        {"step": [], "eval_loss": 0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert best_step(tmp_path) == best
 
 

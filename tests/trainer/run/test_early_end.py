@@ -17,7 +17,8 @@ import pytest
 import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import OK, UsageError
-from prepcli.formats.manifest import NO_MANIFEST, best_step, read_manifest, saved_steps
+from prepcli.formats.manifest import NO_MANIFEST, read_manifest, saved_steps
+from prepcli.formats.step_scores import best_step
 from tests.helpers.killed_train import VARIABLE
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.run_cli import error_lines, run_failing, run_json, run_ok

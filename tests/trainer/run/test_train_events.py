@@ -16,14 +16,8 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import OK, STOPPED
-from prepcli.formats.manifest import (
-    MANIFEST_FILE,
-    NO_MANIFEST,
-    best_step,
-    manifest_score,
-    read_manifest,
-    saved_steps,
-)
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, read_manifest, saved_steps
+from prepcli.formats.step_scores import best_step, manifest_score
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import hub_environment
 from tests.helpers.push_server import TOKEN, serve_push_hub

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from prepcli.core.errors import FAILED, INTERRUPTED, OK, STOPPED
-from prepcli.formats.manifest import best_step, read_manifest, saved_steps
+from prepcli.formats.manifest import read_manifest, saved_steps
+from prepcli.formats.step_scores import best_step
 from tests.helpers.fork_server import (
     PREP,
     ForkedProcess,
@@ -33,6 +34,7 @@ from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.train_runs import read_step_files, set_keys
 from tests.helpers.waiting import MAX_S, wait_until
+from trainer.run.run_record import SAMPLES_FILE
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 # `prep train` and signals in its long phases: evaluations, compilations, and the first and the second Ctrl-C.
@@ -124,6 +126,20 @@ def test_stop_in_the_evaluation_of_the_best_step_keeps_it(work_dir: Path):
         assert process.returncode == code, process.stderr
     assert saved_steps(Path("run")) == saved_steps(Path("whole"))
     assert best_step(Path("run")) == best
+
+
+def test_repeated_evaluation_that_ends_a_run_is_followed_by_its_samples(work_dir: Path):
+    keys = ("train.eval_every=2", "optimizer.lr=0.3", "optimizer.clip_norm=0", "eval.patience=2")
+    keys = (*keys, 'log.samples="w1 w2"', "log.sample_tokens=2")
+    words = ("train", "recipe.toml", *set_keys(*keys))
+    run_ok(*words, "--out", "whole")
+    (end,) = saved_steps(Path("whole"))
+    words = (*words, "--out", "run")
+    stopped = run_python(SIGNAL_IN_EVALUATION, str(end), "0", *words, has_jax=True)
+    assert stopped.returncode == STOPPED, stopped.stderr
+    assert run_prep(*words, cwd=work_dir, has_jax=True).returncode == OK
+    (sample,) = Path("run", SAMPLES_FILE).read_text().splitlines()
+    assert json.loads(sample)["step"] == end
 
 
 @pytest.mark.slow

@@ -121,6 +121,17 @@ def test_lost_file_is_a_difference(model: Path):
     assert link.reason == "missing files of m: tokenizer.json"
 
 
+def test_excluded_file_explains_no_other_one(model: Path):
+    Path("m/README.md").write_text("card")
+    prep.save_init(model, "init")
+    prep.export("init", "out", exclude="README.md")
+    assert prep.verify_chain("out").links[0].changed == "left out: README.md"
+    Path("out/tokenizer.json").unlink()
+    with changed_manifest(Path("out")) as manifest:
+        del manifest["files"]["tokenizer.json"]
+    assert prep.verify_chain("out").links[0].reason == "missing files of init: tokenizer.json"
+
+
 def test_lost_tensor_is_a_difference_unless_recorded(model: Path):
     make_checkpoint(Path("old"), GPT_NEO, legacy=True)
     prep.save_init("old", "out")
