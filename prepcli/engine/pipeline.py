@@ -166,7 +166,7 @@ class Pipeline:
             progress: Receives the number of moved bytes.
             units: The units to move, or None for one unit of all streams.
             observer: Follows the units.
-            on_digest: Called with the number and the digests of each completed stream. It may raise to stop the pipeline.
+            on_digest: Called with the number and the digests of each completed stream. It may raise to stop all.
             checksums: Records the checksums of written blocks.
         """
         self.streams = streams
