@@ -1,4 +1,4 @@
-"""Bytes other than those of plain local files: of blobs, and of leaves in host memory.
+"""Bytes that are in no plain local file: of blobs, and of leaves in host memory.
 
 A blob is a byte sequence such as a remote file, or values computed from stored arrays.
 

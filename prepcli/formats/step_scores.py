@@ -38,7 +38,7 @@ class StepScore:
     def completed(self, metric: str, logged_cost: float) -> StepScore:
         """Return the score of a step whose evaluation only the log has: a signal had stopped it before the save.
 
-        The log does not say of how many sequences the value is. It counts for those of the manifest.
+        The log does not say of how many sequences the value is. It counts for the sequences of the manifest.
         """
         _, sequences, stride = self.group
         # Only runs that record evaluations record the number of their sequences.

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.golden.make_interrupted import RECIPE as TEXT_RECIPE
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
 
@@ -61,25 +62,9 @@ RUNS = {"run": "recipe.toml", "pairs-run": "pairs.toml"}
 # Conversions that are also ended midway, in the folder `half`
 INTERRUPTED = ("padded", "init", "resharded", "exported")
 STOP_AFTER = 3
-RECIPE = """\
-seed = 3
-mesh = "2,2,2"
-[model]
-path = "init"
-[data]
-type = "json"
-path = "documents.jsonl"
-seq_length = 16
-[batch]
-size = 8
-[optimizer]
-lr = 1e-2
-[train]
-steps = 6
-log_every = 1
-[checkpoint]
-every = 3
-"""
+RECIPE = TEXT_RECIPE.replace(
+    'type = "text"\npath = "text.txt"', 'type = "json"\npath = "documents.jsonl"'
+)
 PAIRS = RECIPE.replace(
     'path = "documents.jsonl"',
     'path = "pairs.jsonl"\nfields = "[question], answer"\nsource_length = 8',
@@ -151,7 +136,7 @@ def make_sources() -> None:
 
 
 def _add_begin_token(path: Path) -> None:
-    """Let a tokenizer begin each text with its first token, as those of LLaMA do."""
+    """Let a tokenizer begin each text with its first token, as the one of LLaMA does."""
     tokenizer = json.loads(path.read_text())
     begin = {"id": WORDS[0], "ids": [0], "tokens": [WORDS[0]]}
     text = [

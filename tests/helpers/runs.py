@@ -224,7 +224,7 @@ class MemoryCheckpoints:
         return FinishedSave(0.0)
 
     def note_evaluations(self, metric: str, costs: Mapping[int, float]) -> None:
-        """Do nothing: no step is removed."""
+        """Keep all steps, whatever their costs are."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_error
 from prepcli.core.formatting import count_text
 from prepcli.formats.manifest import METRICS_FILE, RECIPE_FILE
-from prepcli.formats.step_scores import StepScore, logged_costs, manifest_score, score_group
+from prepcli.formats.step_scores import logged_costs, manifest_score, score_group
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.restore.item_reader import ItemReader
 from prepcli.sources.source import AVERAGE_SLOT
@@ -403,10 +403,12 @@ def find_missing_events(
 
 def _lacks_score(start: StartCheckpoint, config: LoopConfig) -> bool:
     """Return whether the manifest of a step lacks an evaluation that could make it the best step."""
+    if not config.saves_best or config.evaluation is None:
+        return False
     score = manifest_score(start.step_reader.manifest)
-    metric = config.best_metric.name
-    expected = score_group(metric, config.manifest_fields)
-    return config.saves_best and score.completed(metric, 0.0) == StepScore(0.0, expected)
+    expected = score_group(config.best_metric.name, config.manifest_fields)
+    # The group of a manifest without an evaluation names the loss, so only its sequences are compared.
+    return not math.isfinite(score.cost) and score.group[1:] == expected[1:]
 
 
 def find_patience(run: Run, config: LoopConfig, start: StartCheckpoint) -> Patience:

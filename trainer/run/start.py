@@ -549,6 +549,7 @@ def with_adapters(
         damaged_hint = damage_hint(storage, saved_steps)
         reader = storage.open_step(saved_steps[-1], verify, damaged_hint)
         lora = lora_from_manifest(reader.manifest)
+        # The recipe of the run, which is compared first, may have been edited or lost.
         if lora is None:
             hint = text(
                 "{} starts again from step 0; another {} keeps both runs",

@@ -416,8 +416,8 @@ def begin_writing(
         if run.is_process_0 and not restart:
             check_last_step(run.storage, step)
     if restart:
-        # A lock, where the storage has them, excludes other starts. A kill after `clear` leaves a run without steps:
-        # the next start begins at step 0.
+        # A lock, where the storage has one, excludes other starts. A kill after the removal leaves a run without steps,
+        # and the next start begins at step 0.
         checkpoints.remove_all_steps()
         remove_exports(run)
     # A kill between the save of a step and the end of its export leaves the step without one.

@@ -95,7 +95,7 @@ class Loop:
             lowest_cost: Lowest cost of the evaluations of saved steps. See `BestMetric`.
             patience: The evaluations up to the start step.
             missing_events: Events of a start step that was saved, and stopped or killed before its events had ended,
-                or of the training state of a new run. The loop knows those of step 0.
+                or of the training state of a new run. The loop knows the events of step 0.
             profiler: Records some of the steps.
             warn: Called with a message if parameters cannot be cast for a checkpoint.
         """

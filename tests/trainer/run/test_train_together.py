@@ -331,7 +331,7 @@ def test_compare_settings_compares_versions_and_recipe(compared: dict[str, str])
 
 
 def test_compare_settings_compares_the_functions_of_tokens(compared: dict[str, str]):
-    """Without the same metrics, one process would sum values that the others have not computed."""
+    """Without the same metrics, one process would sum values that no other one has computed."""
 
     def entropy(logits: Any, targets: Any) -> dict[str, Any]:
         return {"entropy": logits}
