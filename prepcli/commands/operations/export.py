@@ -29,6 +29,7 @@ from prepcli.commands.operations.conversion import (
 from prepcli.commands.operations.export_request import (
     DEFAULT_SHARD_NBYTES,
     check_request,
+    check_storage,
     file_format,
     names_tied_head,
     no_effect_error,
@@ -370,7 +371,8 @@ def _write_adapter(opened: OpenedConversion, options: ExportOptions) -> Conversi
         why = f"{source.display_name} has only adapters, which are written in the format of PEFT"
         hint = text("{} writes a complete model", Command("merge", "ADAPTER", "BASE"))
         raise usage_error(what, why, hint)
-    for name in ("text_only", "towers", "quantized_source", "exclude"):
+    check_storage(options)
+    for name in ("map", "true_vocab", "text_only", "towers", "quantized_source", "exclude"):
         value = options[name]
         if value:
             raise no_effect_error(Option(name, value), source, "it has only adapters")

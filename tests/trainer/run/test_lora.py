@@ -293,6 +293,16 @@ def test_verify_refuses_to_compare_adapters_with_a_model(
         assert "runs/recipe has only adapters, and tiny-init is a model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", ["--map rows.txt", "--true-vocab 64", "--storage zarr3"])
+def test_export_of_adapters_refuses_options_of_models(
+    trained: Path, capsys: pytest.CaptureFixture[str], words: str
+):
+    Path("rows.txt").write_text("no row")
+    assert run_code("export", "runs/recipe", *words.split()) == USAGE
+    assert f"`{words}` " in capsys.readouterr().err
+    assert not Path("recipe-adapter").exists()
+
+
 def test_resharded_adapters_keep_their_values(trained: Path):
     run_ok("reshard", "runs/recipe", "--mesh", "1,1,8", "--rule", "kv_heads=none", "--out", "wide")
     before, after = read_leaves(Path("runs/recipe/3")), read_leaves(Path("wide"))
