@@ -8,14 +8,16 @@ the packages.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
 import signal
 import sys
-import time
 from importlib.metadata import version
-from pathlib import Path
+
+from prepcli.core.compilation_cache import (
+    FOLDER_VARIABLE,
+    compilation_cache_folder,
+    delete_old_entries,
+)
 
 # Flags by version of jaxlib, because a flag that a version does not know ends the process.
 FAST_COMPILE_FLAGS = {
@@ -27,33 +29,8 @@ FAST_COMPILE_FLAGS = {
     "0.11": ("--xla_backend_optimization_level=0",),
     "0.12": ("--xla_backend_optimization_level=0",),
 }
-FLAGS, CACHE = "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"
-# Older entries are deleted, which bounds the folder and ends entries that a killed process left incomplete.
+FLAGS = "XLA_FLAGS"
 CACHE_DAYS = 14
-
-
-def compilation_cache_folder() -> Path:
-    """Return the folder of compiled programs for this processor and these versions of Python and jaxlib.
-
-    JAX's cache key does not contain the instruction set of the processor.
-    """
-    with open("/proc/cpuinfo") as file:
-        processor = {line for line in file if line.startswith(("model name", "flags", "Features"))}
-    digest = hashlib.sha256("".join(sorted(processor)).encode()).hexdigest()[:12]
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return caches / "prep-tests" / f"{python}-jaxlib{version('jaxlib')}-{digest}"
-
-
-def delete_old_entries(folder: Path) -> None:
-    """Delete the entries of a cache folder that were written more than `CACHE_DAYS` ago."""
-    oldest = time.time() - CACHE_DAYS * 24 * 3600
-    for path in folder.glob("*"):
-        # Another test session may delete the same entry. Folders are those of XLA on accelerators.
-        with contextlib.suppress(OSError):
-            if path.stat().st_mtime < oldest:
-                path.unlink()
-
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -63,11 +40,11 @@ compile_flags = FAST_COMPILE_FLAGS.get(".".join(version("jaxlib").split(".")[:2]
 # XLA uses the last of several values of a flag, so the flags of the user come last.
 flags = [*(flag for flag in compile_flags if flag not in user_flags), *user_flags]
 os.environ[FLAGS] = " ".join(flags)
-if CACHE not in os.environ:
-    cache_folder = compilation_cache_folder()
-    delete_old_entries(cache_folder)
+if FOLDER_VARIABLE not in os.environ:
+    cache_folder = compilation_cache_folder("prep-tests")
+    delete_old_entries(cache_folder, CACHE_DAYS)
     os.environ |= {
-        CACHE: str(cache_folder),
+        FOLDER_VARIABLE: str(cache_folder),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }

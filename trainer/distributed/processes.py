@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
+from prepcli.core.compilation_cache import is_default_folder
 from prepcli.core.errors import Key, PrepError, text, usage_error
 from prepcli.core.launchers import TPU_HOST_VARIABLES
 from prepcli.core.process_address import ProcessAddress, is_loopback, split_host_port
@@ -288,6 +289,10 @@ def start_processes(
             )
     except (RuntimeError, ValueError, OSError) as error:
         raise _start_error(address, error) from error
+    # On GPUs, the processes of a job divide the trials of kernels during a compilation. One that finds a program in its
+    # folder would not take part, and the others would wait for its trials.
+    if is_default_folder(os.environ):
+        jax.config.update("jax_enable_compilation_cache", False)
     group = CoordinatedProcesses(errors, places)
     return group if group.count > 1 else SingleProcess()
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from prepcli.core.compilation_cache import use_compilation_cache
 from prepcli.core.observer import LIBRARIES, CommandObserver, Observer
 
 
@@ -147,9 +148,15 @@ def is_reader_gone(stream: TextIO) -> bool:
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
-def silence_jax(observer: Observer) -> None:
-    """Hide the log messages of jax, such as warnings about missing accelerators, unless a command has `-vv`."""
+def prepare_jax(observer: Observer) -> None:
+    """Set the environment variables of JAX, before it is imported.
+
+    Its log messages, such as warnings about missing accelerators, are hidden unless a command has `-vv`. A command
+    keeps its compiled programs for later ones.
+    """
     is_verbose = isinstance(observer, CommandObserver) and observer.level >= LIBRARIES
     # The C++ part of jax reads this variable when it is imported.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if is_verbose else "3")
     logging.getLogger("jax").setLevel(logging.INFO if is_verbose else logging.ERROR)
+    if isinstance(observer, CommandObserver):
+        use_compilation_cache(os.environ)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
-from prepcli.commands.console.stdio import silence_jax
+from prepcli.commands.console.stdio import prepare_jax
 from prepcli.commands.operations.checkpoint_options import common_options
 from prepcli.commands.operations.compute_options import GenerateOptions
 from prepcli.commands.operations.generate import MAX_PROMPTS_NBYTES
@@ -217,7 +217,7 @@ def chat(
                 "a chat has one process", f"this job has {address.count}", "start one process"
             )
     common = common_options(checkpoint, None, options)
-    silence_jax(observer)
+    prepare_jax(observer)
     from trainer.distributed.sharding import catch_out_of_memory
 
     tools = read_tools(options["tools"])

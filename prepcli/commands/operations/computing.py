@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from prepcli.commands.console.notebook import run_observer_of
-from prepcli.commands.console.stdio import silence_jax
+from prepcli.commands.console.stdio import prepare_jax
 from prepcli.commands.operations.checkpoint_options import (
     CommonOptions,
     check_config_option,
@@ -155,7 +155,7 @@ def compute_together(
     address = process_address(ProcessSettings(), os.environ) if mesh is not None else None
     if address is None or address.count == 1:
         return compute(None, observer)
-    silence_jax(observer)
+    prepare_jax(observer)
     from trainer.distributed.processes import start_processes
 
     cluster = Cluster()

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Unpack
 
-from prepcli.commands.console.stdio import silence_jax
+from prepcli.commands.console.stdio import prepare_jax
 from prepcli.commands.operations.checkpoint_options import CommonOptions, common_options
 from prepcli.commands.operations.compute_options import (
     EFFECTIVE_KEYS,
@@ -360,7 +360,7 @@ def _evaluate(
     common: CommonOptions, files: Sequence[str], options: EvaluateOptions, observer: Observer
 ) -> Evaluation:
     """Load the model and the data, and compute the scores. See `evaluate`."""
-    silence_jax(observer)
+    prepare_jax(observer)
     from trainer.distributed.exact_reduction import start_exact_backend
     from trainer.distributed.sharding import catch_out_of_memory
     from trainer.training.evaluation import combine_results

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from prepcli.commands.console.stdio import silence_jax
+from prepcli.commands.console.stdio import prepare_jax
 from prepcli.commands.operations.checkpoint_options import CommonOptions, common_options
 from prepcli.commands.operations.compute_options import GenerateOptions, format_token_ids
 from prepcli.commands.operations.computing import compute_together, process_index
@@ -255,7 +255,7 @@ def _generate(
             "generation starts from a prompt",
             text("{}, or {}", Option("prompts", "TEXT"), PROMPT_IDS),
         )
-    silence_jax(observer)
+    prepare_jax(observer)
     from trainer.distributed.sharding import catch_out_of_memory
     from trainer.generation.generator import check_prompts, max_fitting_new_tokens
 

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack
 
-from prepcli.commands.console.stdio import silence_jax
+from prepcli.commands.console.stdio import prepare_jax
 from prepcli.commands.operations.checkpoint_options import common_options, open_checkpoint
 from prepcli.commands.operations.computing import (
     open_params,
@@ -288,7 +288,7 @@ def harness_model(
     with ExitStack() as stack:
         stack.enter_context(rendered_for_python())
         base = _harness_base()
-        silence_jax(observer)
+        prepare_jax(observer)
         # The backend reads the settings of exact sums when it starts, so nothing may use a device before this.
         if reduction == "exact":
             from trainer.distributed.exact_reduction import start_exact_backend

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, Unpack
 
 from prepcli.commands.console.notebook import run_observer_of
-from prepcli.commands.console.stdio import silence_jax
+from prepcli.commands.console.stdio import prepare_jax
 from prepcli.commands.operations.compute_options import TrainOptions
 from prepcli.commands.operations.export import export
 from prepcli.commands.operations.operation import public
@@ -82,7 +82,7 @@ def train(
     loaded = load_recipe(find_training_recipe(Path(recipe)), as_tuple(options["overrides"]))
     settings.token_functions.check(loaded.recipe)
     observer = run_observer_of(progress)
-    silence_jax(observer)
+    prepare_jax(observer)
     result = run_training(loaded, settings, observer, _export_step)
     return TrainingRun(
         path=Path(result.run),

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from prepcli.commands.console.stdio import silence_jax
+from prepcli.commands.console.stdio import prepare_jax
 from prepcli.commands.operations.checkpoint_options import CommonOptions, common_options
 from prepcli.commands.operations.compute_options import MAX_ID_DIGITS, split_token_ids
 from prepcli.commands.operations.computing import open_parameters
@@ -179,7 +179,7 @@ def verify_logits(
 
     started_s = time.monotonic()
     observer = observer_of(progress)
-    silence_jax(observer)
+    prepare_jax(observer)
     if against is None and options["library"] == "prep":
         raise usage_error(
             text("{} requires a second checkpoint", Option("logits", True)),
