@@ -15,6 +15,7 @@ from importlib.metadata import version
 
 from prepcli.core.compilation_cache import (
     FOLDER_VARIABLE,
+    MIN_SECONDS_VARIABLE,
     compilation_cache_folder,
     delete_old_entries,
 )
@@ -45,7 +46,7 @@ if FOLDER_VARIABLE not in os.environ:
     delete_old_entries(cache_folder, CACHE_DAYS)
     os.environ |= {
         FOLDER_VARIABLE: str(cache_folder),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        MIN_SECONDS_VARIABLE: "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     # of an entry that another process is still writing, which is compiled again; commands must not print it

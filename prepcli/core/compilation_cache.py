@@ -18,6 +18,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+MIN_SECONDS_VARIABLE = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+# Of a program that is kept. JAX's own minimum of 1 s leaves out the programs that check a kernel before each run.
+MIN_SECONDS = "0.1"
 # Folders of each user are inside this one of `~/.cache`.
 DEFAULT_NAME = "prep/compiled"
 # Older entries are deleted, which bounds the folder and ends entries that a killed process left incomplete.
@@ -47,6 +50,7 @@ def use_compilation_cache(environ: MutableMapping[str, str]) -> None:
         return
     delete_old_entries(folder, MAX_AGE_DAYS)
     environ[FOLDER_VARIABLE] = str(folder)
+    environ.setdefault(MIN_SECONDS_VARIABLE, MIN_SECONDS)
     # JAX compiles a program again if it cannot read or write an entry, e.g. on a full disk.
     warnings.filterwarnings("ignore", message="Error .* persistent compilation cache entry")
 

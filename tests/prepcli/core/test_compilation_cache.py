@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.core.compilation_cache import FOLDER_VARIABLE, compilation_cache_folder
+from prepcli.core.compilation_cache import (
+    FOLDER_VARIABLE,
+    MIN_SECONDS_VARIABLE,
+    compilation_cache_folder,
+)
 from tests.helpers.fork_server import PREP
 from tests.helpers.train_runs import read_step_files
 from tests.helpers.waiting import MAX_S
@@ -23,7 +27,7 @@ print(os.environ.get({FOLDER_VARIABLE!r}))
 
 ONE_STEP = ("--set", "train.steps=1")
 # Tiny programs are kept, too.
-COMPILE_TIMES = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+COMPILE_TIMES = {MIN_SECONDS_VARIABLE: "0"}
 
 
 def run_with_caches(caches: Path, *words: str, **variables: str) -> str:
