@@ -61,8 +61,23 @@ class WorkerThread:
         self._calls.put(None)
 
 
+class CallingThread:
+    """Runs each call in the thread that submits it, in place of a `WorkerThread`."""
+
+    def submit(self, call: Callable[[], object]) -> None:
+        """Run a call."""
+        call()
+
+    def drain(self) -> None:
+        """Do nothing: all submitted calls have ended."""
+
+    def stop(self) -> None:
+        """Do nothing: there is no thread to end."""
+
+
 def wait_for_threads(
-    threads: Iterable[WorkerThread], on_interruption: Callable[[BaseException], object]
+    threads: Iterable[WorkerThread | CallingThread],
+    on_interruption: Callable[[BaseException], object],
 ) -> None:
     """Wait until all submitted calls of threads have ended, one thread after another, even if signals interrupt it.
 

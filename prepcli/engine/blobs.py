@@ -403,7 +403,11 @@ def can_share_reader(blobs: Sequence[object]) -> bool:
 
 
 class FilesAndBlobs(ClosedAfterBlock):
-    """A reader of numbered files and blobs."""
+    """A reader of numbered files and blobs.
+
+    Attributes:
+        are_in_memory: Whether all are files on a file system without a disk, such as tmpfs.
+    """
 
     def __init__(self, blobs: Sequence[Path | Blob], cache: BlockCache) -> None:
         # The reader of each blob, or the number of its file in `_files`.
@@ -421,6 +425,7 @@ class FilesAndBlobs(ClosedAfterBlock):
                 stack.callback(reader.close)
                 self._readers.append(reader)
             self._stack = stack.pop_all()
+        self.are_in_memory = can_share_reader(blobs) and self._files.are_in_memory
 
     def close(self) -> None:
         """Close the files and the readers of the blobs."""

@@ -89,6 +89,7 @@ class Files(ClosedAfterBlock):
 
     Attributes:
         is_read_back: Whether synced bytes are soon read. They then stay in the page cache.
+        are_in_memory: Whether all files are on a file system without a disk, such as tmpfs.
     """
 
     is_read_back: ClassVar[bool] = False
@@ -114,6 +115,7 @@ class Files(ClosedAfterBlock):
         self._unsynced_lock = threading.Lock()  # another thread may sync
         self._sync_lock = threading.Lock()
         self._write_error: PrepError | None = None
+        self.are_in_memory = True
         self._is_kept_open = len(self.paths) <= MAX_KEPT_FILES
         # Device and inode of each file that is not kept open.
         self._identities: list[tuple[int, int]] = []
@@ -155,14 +157,15 @@ class Files(ClosedAfterBlock):
             self._buffered.append(fd)
         except OSError as error:
             raise io_error(path, error) from error
+        has_disk = not is_in_memory(fd)
+        if has_disk:
+            self.are_in_memory = False
         if self._is_kept_open:
-            self._direct.append(self._open_direct(path, direct_flags, fd))
+            # tmpfs accepts O_DIRECT since Linux 6.6 and copies as ever, but aligned writes need one more copy.
+            self._direct.append(self._open_direct(path, direct_flags) if has_disk else -1)
 
-    def _open_direct(self, path: Path, flags: int, buffered_fd: int) -> int:
+    def _open_direct(self, path: Path, flags: int) -> int:
         """Open a file for direct I/O, and return its descriptor, or -1 without direct I/O."""
-        # tmpfs accepts O_DIRECT since Linux 6.6 and copies as ever, but aligned writes need one more copy in memory.
-        if is_in_memory(buffered_fd):
-            return -1
         try:
             fd = os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC)
         except OSError:
@@ -284,7 +287,7 @@ class Files(ClosedAfterBlock):
             self._transfer_all(
                 os.pwritev, file, False, data[start:stop], offset + start, stop - start
             )
-            if is_long and self._is_kept_open:
+            if is_long and self._is_kept_open and not self.are_in_memory:
                 self.policy.writeback.start(self._buffered[file], offset + start, stop - start)
             start = stop
 
@@ -385,7 +388,7 @@ class Files(ClosedAfterBlock):
         fd = self._acquire(file)
         try:
             os.fdatasync(fd)
-            if not self.is_read_back:
+            if not (self.is_read_back or self.are_in_memory):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             self._write_error = io_error(self.paths[file], error)

@@ -19,7 +19,7 @@ import numpy as np
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import RERUN_HINT, Option, PrepError, text
 from prepcli.core.observer import Progress
-from prepcli.core.worker_thread import WorkerThread, run_in_threads, wait_for_threads
+from prepcli.core.worker_thread import CallingThread, WorkerThread, run_in_threads, wait_for_threads
 from prepcli.engine.background_sync import BackgroundSync, StreamPrefix, SyncPoint, UnitPart
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
 from prepcli.engine.casts import ValueTransform
@@ -35,6 +35,8 @@ from prepcli.stores.buffers import ByteArray
 
 # Bytes written since the last sync point, at most.
 MOST_UNSYNCED_NBYTES = 256 << 20
+# Slabs of a pipeline without threads stay in the caches of a core from the read to the write.
+CACHED_SLAB_NBYTES = 4 << 20
 # A claim of a unit holds a file descriptor until the unit is synced, e.g. seconds on a slow disk.
 MAX_UNSYNCED_UNITS = 64
 
@@ -133,6 +135,9 @@ class Pipeline:
     # goes from the first buffer to the second, which then counts as the first. The read stage
     # blocks in `acquire` while all buffers are on the way, so memory is bounded by the pool.
     #
+    # Without threads of its own, the calling thread runs the three stages of a slab one after another. Several such
+    # pipelines use all cores if no stage waits for a disk, and a slab never changes its core.
+    #
     # Durability: the writer hands (complete units, digests, prefix) to the sync thread about once a
     # second. That thread syncs the files, and only then reports the point to the observer. A kill before
     # the report loses the bytes since the last one, which a later run writes again.
@@ -155,6 +160,7 @@ class Pipeline:
         observer: UnitObserver | None = None,
         on_digest: Callable[[int, StreamDigest], None] = lambda number, digest: None,
         checksums: ChecksumRecorder | None = None,
+        has_threads: bool = True,
     ) -> None:
         """Prepare to move streams.
 
@@ -168,6 +174,7 @@ class Pipeline:
             observer: Follows the units.
             on_digest: Called with the number and the digests of each completed stream. It may raise to stop all.
             checksums: Records the checksums of written blocks.
+            has_threads: Whether the move and the write stage have threads of their own.
         """
         self.streams = streams
         self.source = source
@@ -176,9 +183,12 @@ class Pipeline:
         self.progress = progress
         self.on_digest = on_digest
         self.checksums = checksums
+        self.has_threads = has_threads
         self.buffers = BufferPool(budget)
-        # The threads start with the first permuted slab.
-        self.permute_pool = ThreadPoolExecutor(threads())
+        self.permute_pool: ThreadPoolExecutor | None = None
+        if has_threads:
+            # They start with the first permuted slab.
+            self.permute_pool = ThreadPoolExecutor(threads())
         self.fills = FillGenerator(streams)
         self.result = ConversionResult()
         self.units: Iterable[PipelineUnit] = units or (PipelineUnit(0, range(len(streams))),)
@@ -209,8 +219,8 @@ class Pipeline:
         Raises:
             PrepError: Reading or writing failed.
         """
-        self.mover = WorkerThread()
-        self.writer = WorkerThread()
+        self.mover = WorkerThread() if self.has_threads else CallingThread()
+        self.writer = WorkerThread() if self.has_threads else CallingThread()
         try:
             for unit in self.units:
                 self._read_unit(unit)
@@ -277,7 +287,16 @@ class Pipeline:
 
         Return False, and stop, if these bytes have another digest than `prefix_digest`.
         """
-        for slab in split_stream(number, self.streams[number], max_nbytes=self.budget.slab_nbytes):
+        slab_nbytes = self.budget.slab_nbytes
+        slabs = split_stream(
+            number,
+            self.streams[number],
+            max_nbytes=slab_nbytes,
+            max_contiguous_nbytes=slab_nbytes
+            if self.has_threads
+            else min(slab_nbytes, CACHED_SLAB_NBYTES),
+        )
+        for slab in slabs:
             task = self._make_task(slab, durable_nbytes)
             if prefix_digest and task.new_nbytes < slab.nbytes:
                 task.prefix_nbytes = slab.nbytes - task.new_nbytes
@@ -325,7 +344,8 @@ class Pipeline:
         """Wait for the stages to end, even if a signal interrupts the wait, and sync all written bytes."""
         # The mover submits to the writer, so the writer gets its last task only after the mover has
         # ended.
-        self.mover.submit(self.permute_pool.shutdown)
+        if self.permute_pool is not None:
+            self.mover.submit(self.permute_pool.shutdown)
         wait_for_threads([self.mover], self.fail)
         self.writer.submit(self._sync_last_point)
         wait_for_threads([self.writer], self.fail)
@@ -473,7 +493,10 @@ class Pipeline:
         # run stay unknown: their checksums must be of the bytes on disk.
         recording = contextlib.nullcontext()
         if self.checksums and task.new_nbytes:
-            recording = self.checksums.recording(task.slab.writes, task.data)
+            if self.has_threads:
+                recording = self.checksums.recording(task.slab.writes, task.data)
+            else:
+                self.checksums.record(task.slab.writes, task.data)
         slab = task.slab
         with recording:
             if task.new_nbytes:

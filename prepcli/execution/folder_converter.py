@@ -323,8 +323,18 @@ class FolderConverter(Converter):
         for lane in range(1, len(self.lane_orders)):
             lane_units.append(self.claim_units(lane))
         with open_blobs(self.source.byte_sources, self.budget.cache_nbytes) as reader:
+            # Lanes in memory wait for no disk, so that each keeps a core busy.
+            has_threads = len(lane_units) == 1 or not (reader.are_in_memory and sink.are_in_memory)
             for units in lane_units:
-                self.lanes.append(Lane(self, units, reader=reader, sink=sink, progress=progress))
+                lane = Lane(
+                    self,
+                    units,
+                    reader=reader,
+                    sink=sink,
+                    progress=progress,
+                    has_threads=has_threads,
+                )
+                self.lanes.append(lane)
             pipelines = [lane.pipeline for lane in self.lanes]
             try:
                 run_pipelines(pipelines)
@@ -426,6 +436,7 @@ class Lane:
         reader: RunReader,
         sink: Files,
         progress: Progress,
+        has_threads: bool,
     ) -> None:
         self._converter = converter
         self._recorder = ChecksumRecorder(converter.extents, converter.sums)
@@ -441,6 +452,7 @@ class Lane:
             observer=self,
             on_digest=converter.integrity.on_digest,
             checksums=self._recorder if converter.plan.leaves else None,
+            has_threads=has_threads,
         )
 
     def begin_unit(self, unit: PipelineUnit) -> None:

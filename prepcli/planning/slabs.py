@@ -58,8 +58,18 @@ class Slab:
         return self.nbytes // self.itemsizes[0] * self.itemsizes[1]
 
 
-def split_stream(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iterator[Slab]:
-    """Split a stream into slabs."""
+def split_stream(
+    stream_number: int, stream: Stream, *, max_nbytes: int, max_contiguous_nbytes: int | None = None
+) -> Iterator[Slab]:
+    """Split a stream into slabs.
+
+    Args:
+        stream_number: Number of the stream.
+        stream: The stream.
+        max_nbytes: Maximum size of a slab.
+        max_contiguous_nbytes: Maximum size of a slab if the stream is one run of the source and of the output. None for
+            `max_nbytes`.
+    """
     if not stream.nbytes:
         return iter(())
     if not stream.is_changed:
@@ -69,7 +79,9 @@ def split_stream(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iter
         one_run = [stream.nbytes]
         widths = ([copy.width for copy in reads], [copy.width for copy in writes])
         if widths[0] in ([], one_run) and widths[1] in ([], one_run):
-            return _contiguous_slabs(stream_number, stream, reads, writes, max_nbytes)
+            return _contiguous_slabs(
+                stream_number, stream, reads, writes, max_contiguous_nbytes or max_nbytes
+            )
     # E.g. float32 to float64: a slab of 32 MiB as written has 16 MiB as read.
     read_itemsize, written_itemsize = _itemsizes(stream)
     max_read_nbytes = max_nbytes * read_itemsize // max(read_itemsize, written_itemsize)

@@ -286,6 +286,7 @@ def _digest_streams(
                     progress=locked_progress,
                     units=units,
                     on_digest=on_digest,
+                    has_threads=num_lanes == 1 or not files.are_in_memory,
                 )
                 pipelines.append(pipeline)
             run_pipelines(pipelines)
