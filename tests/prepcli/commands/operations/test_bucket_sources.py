@@ -1,24 +1,27 @@
-"""Commands that read checkpoints from object stores, and encoded outputs and those for other trainers there."""
+"""Commands that read checkpoints from object stores, and encoded items and outputs for other trainers there."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import chdir, suppress
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import prepcli as prep
 from prepcli.core.errors import DamagedError, UsageError
+from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.sources.openers import orbax_item
 from prepcli.stores import byte_ranges
 from tests.helpers.fork_server import ForkedProcess
 from tests.helpers.golden_inputs import provide
 from tests.helpers.object_server import FakeObjectStore, use_objects
+from tests.helpers.orbax_items import random_array
 from tests.helpers.run_cli import MonkeyPatch, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.store_sites import (
@@ -27,56 +30,22 @@ from tests.helpers.store_sites import (
     StoreSite,
     finish,
     read_files,
-    stop_or_finish,
-    wait_for_writes,
 )
 from tests.helpers.tiny_checkpoints import (
     FAMILY_CONFIGS,
+    GPT_NEO,
     GROUPED_QUERY,
     assert_same,
     make_checkpoint,
     read_tensors,
 )
-from tests.helpers.waiting import wait_until
 
+pytestmark = pytest.mark.waits
+OUT = "s3://bucket/out"
 READ_FAULTS = ("drop", "empty", "refuse", "busy", "limit", "short")
 SAVE_INIT = ("save-init", "gs://bucket/models/m", "--mesh", "1,2,2", "--pad-vocab", "8")
 
 
-@pytest.mark.slow
-@pytest.mark.waits
-def test_bucket_folder_converts_like_a_local_one(site: StoreSite, home: Path):
-    site.store.faults.rate, site.store.faults.kinds = 0.3, READ_FAULTS
-    report = site.run_process(*SAVE_INIT, "--out", "streamed", "--memory", "32MiB")
-    assert report["ok"], report
-    assert report["memory"]["peak"] <= 32 << 20
-    assert sum(map(bool, site.store.faults.injected)) >= 1
-    streamed, local = read_files(site.cwd / "streamed"), read_files(home / "init")
-    # Streamed files have no modification time.
-    timed = {"prep-manifest.json", "manifest.ocdbt", "_CHECKPOINT_METADATA"}
-    assert {n: d for n, d in streamed.items() if n not in timed} == {
-        n: d for n, d in local.items() if n not in timed
-    }
-    assert site.run_prep("verify", "streamed", str(home / "m"))["ok"]
-
-
-@pytest.mark.slow
-@pytest.mark.waits
-def test_commands_read_init_from_bucket(site: StoreSite, home: Path):
-    site.store.faults.rate, site.store.faults.kinds = 0.2, READ_FAULTS
-    report = site.run_prep("inspect", "s3://bucket/init")
-    assert (report["ok"], report["source"]["format"]) == (True, "orbax")
-    assert site.run_prep(
-        "reshard", "s3://bucket/init", "--mesh", "1,4,1", "--out", "wide", "--memory", "32MiB"
-    )["ok"]
-    assert site.run_prep("export", "gs://bucket/init", "--out", "hf")["ok"]
-    for name in ("wide", "hf", "s3://bucket/init"):
-        verify_report = site.run_prep("verify", name, str(home / "m"))
-        assert (verify_report["ok"], verify_report.get("differences")) == (True, []), verify_report
-    assert site.run_prep("verify", "s3://bucket/init")["ok"]
-
-
-@pytest.mark.waits
 @pytest.mark.parametrize("words", [(), pytest.param(("--format", "dcp"), marks=pytest.mark.slow)])
 def test_inspect_of_an_export_reads_no_weights(site: StoreSite, home: Path, words: tuple[str, ...]):
     report = site.run_prep("export", str(home / "init"), "--out", "out", *words)
@@ -90,7 +59,6 @@ def test_inspect_of_an_export_reads_no_weights(site: StoreSite, home: Path, word
     assert sum(sent.stop - sent.start for sent in site.store.sent) < 2 << 20
 
 
-@pytest.mark.waits
 def test_verify_requests_each_small_file_once(site: StoreSite, home: Path):
     site.store.requests.clear()
     assert site.run_prep("verify", "gs://bucket/models/m", str(home / "m"))["ok"]
@@ -100,7 +68,6 @@ def test_verify_requests_each_small_file_once(site: StoreSite, home: Path):
         assert site.store.requests.count(f"GET bucket/models/m/{name}") == 1, name
 
 
-@pytest.mark.waits
 def test_commands_read_and_write_chunk_files_in_a_bucket(
     site: StoreSite, home: Path, monkeypatch: MonkeyPatch
 ):
@@ -122,6 +89,9 @@ def test_commands_read_and_write_chunk_files_in_a_bucket(
     assert params["embed"]["tokens"].shape == (4008, 256)
     report = site.run_prep("lock", "gs://bucket/files", "--out", "files.lock.json")
     assert report["ok"], report
+    locked = json.loads(Path("files.lock.json").read_bytes())["files"]
+    # Object stores publish no digests of large files.
+    assert {entry.get("digest") for entry in locked.values()} > {None}
 
 
 FORMATS = {
@@ -141,7 +111,6 @@ FORMATS = {
 }
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("name", slow_except(FORMATS, ("torch", "gguf")))
 def test_every_format_is_read_from_a_bucket(site: StoreSite, name: str):
     source, *options = FORMATS[name]
@@ -167,41 +136,12 @@ def test_every_format_is_read_from_a_bucket(site: StoreSite, name: str):
     assert shown["tensors"]
 
 
-@pytest.mark.waits
 def test_transformers_does_not_load_a_url(site: StoreSite):
     pytest.importorskip("transformers")
     with pytest.raises(UsageError, match="cannot read gs://bucket/models/m"):
         prep.verify_logits("gs://bucket/models/m", library="transformers")
 
 
-@pytest.mark.slow
-@pytest.mark.waits
-@pytest.mark.parametrize("name", slow_except(["models/m", "init"], ["init"]))
-def test_lock_of_a_bucket_has_no_digests_of_its_weight_files(
-    site: StoreSite, home: Path, name: str
-):
-    """Object stores publish none."""
-    assert site.run_prep("lock", f"gs://bucket/{name}", "--out", "m.lock.json")["ok"]
-    files = json.loads(Path("m.lock.json").read_bytes())["files"]
-    local = home / Path(name).name
-    for file, entry in files.items():
-        data = (local / file).read_bytes()
-        assert entry["bytes"] == len(data)
-        assert entry.get("digest") in (None, hashlib.sha256(data).hexdigest())
-    weights = [file for file, entry in files.items() if "digest" not in entry]
-    assert weights
-    url = f"gs://bucket/{name}"
-    locked = ("--lock", "m.lock.json", "--memory", "32MiB")
-    command = "reshard" if name == "init" else "save-init"
-    assert site.run_prep(command, url, "--mesh", "1,4,1", "--out", "locked", *locked)["ok"]
-    changed = bytearray((local / weights[0]).read_bytes())
-    changed[-1] ^= 1
-    site.store.store(f"bucket/{name}/{weights[0]}", bytes(changed))
-    error = site.run_prep(command, url, "--mesh", "1,4,1", "--out", "again", *locked)["error"]
-    assert "is damaged" in error["what"]
-
-
-@pytest.mark.waits
 def test_damaged_small_file_in_bucket_has_a_hint(site: StoreSite):
     site.store.store("bucket/init/hf/config.json", b"{}")
     error = site.run_prep("verify", "gs://bucket/init")["error"]
@@ -209,7 +149,6 @@ def test_damaged_small_file_in_bucket_has_a_hint(site: StoreSite):
     assert error["hint"] == "upload hf/config.json again: `--accept` works on local outputs only"
 
 
-@pytest.mark.waits
 def test_invalid_bucket_requests_are_errors(site: StoreSite, home: Path):
     model = str(home / "m")
     assert site.run_prep("save-init", model, "--out", "abfs://bucket/out")["error"]["code"] == 2
@@ -233,11 +172,6 @@ def test_invalid_bucket_requests_are_errors(site: StoreSite, home: Path):
     assert list(site.cwd.iterdir()) == []
 
 
-# Compressed outputs in an object store: written from memory, resumed from the store, within the budget
-COMPRESS = ("reshard", "--mesh", "1,4,1", "--compress", "zstd")
-
-
-@pytest.mark.waits
 @pytest.mark.usefixtures("small_objects")
 @pytest.mark.parametrize("storage", slow_except(["ocdbt", "files", "zarr3-files"], ["ocdbt"]))
 def test_compressed_output_is_written_from_memory(site: StoreSite, home: Path, storage: str):
@@ -265,38 +199,12 @@ def test_compressed_output_is_written_from_memory(site: StoreSite, home: Path, s
 
 def restored_bytes(item: Path) -> dict[str, bytes]:
     """Restore an item with Orbax, and return the bytes of its leaves."""
-    ocp = pytest.importorskip("orbax.checkpoint")
-    jax = pytest.importorskip("jax")
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         tree = checkpointer.restore(item.absolute())
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
 
 
-@pytest.mark.slow
-@pytest.mark.waits
-@pytest.mark.usefixtures("small_objects")
-@pytest.mark.parametrize("count", slow_except([1, 2], [2]))
-def test_killed_compression_resumes_from_the_store(site: StoreSite, home: Path, count: int):
-    """An output with another memory limit, and so with other pieces, has the same bytes."""
-    arguments = (*COMPRESS, str(home / "init"))
-    report = site.run_prep(*arguments, "--out", "gs://bucket/whole", "--memory", "64MiB")
-    assert report["ok"], report
-    for num_writes in (2, 5, 0):
-        site.store.received.clear()
-        running: list[ForkedProcess] = []
-        for index in range(count):
-            share = ("--processes", f"{count}/{index}", "--out", "gs://bucket/out")
-            running.append(site.start_prep(*arguments, *share, small_files=True))
-        if num_writes:
-            wait_for_writes(site.store, num_writes, running)
-        reports = [stop_or_finish(process, kill=num_writes > 0) for process in running]
-        wait_until(lambda: not site.store.num_running)
-    assert all(report is not None and report["ok"] for report in reports), reports
-    assert site.store.objects_below("bucket/out/") == site.store.objects_below("bucket/whole/")
-
-
-@pytest.mark.waits
 @pytest.mark.usefixtures("small_objects")
 @pytest.mark.parametrize("level", [pytest.param("zstd:9", marks=pytest.mark.slow), "zstd:1"])
 def test_memory_of_compression_is_within_the_budget(site: StoreSite, level: str):
@@ -308,7 +216,6 @@ def test_memory_of_compression_is_within_the_budget(site: StoreSite, level: str)
     assert report["memory"]["peak"] <= 128 << 20
 
 
-@pytest.mark.waits
 @pytest.mark.usefixtures("small_objects")
 def test_compression_with_too_little_memory_is_refused(site: StoreSite, home: Path):
     words = ("save-init", str(home / "m"), "--compress", "zstd:19", "--memory", "64MiB")
@@ -317,11 +224,93 @@ def test_compression_with_too_little_memory_is_refused(site: StoreSite, home: Pa
     assert site.writes() == []
 
 
-# Encoded Orbax items in a bucket, and outputs for other trainers there
+# Encoded Orbax items in a bucket: compressed, sharded, inline and omitted chunks, and trees with a scale
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a small model `m` and its init `packed` with compressed chunks."""
+    folder = tmp_path_factory.mktemp("packed")
+    make_checkpoint(folder / "m", GPT_NEO, "bfloat16")
+    with chdir(folder):
+        run_ok("save-init", "./m", *MESH, "--compress", "zstd:3", "--out", "packed")
+    return folder
+
+
+@pytest.fixture
+def packed_site(site: StoreSite, packed: Path) -> StoreSite:
+    upload(site, packed / "packed", "packed")
+    return site
+
+
+def upload(site: StoreSite, folder: Path, prefix: str) -> None:
+    for path, data in read_files(folder).items():
+        site.store.store(f"bucket/{prefix}/{path}", data)
+
+
+def flip_in_store(store: FakeObjectStore, key: str, index: int) -> None:
+    data = bytearray(store.objects[key])
+    data[index] ^= 1
+    store.store(key, bytes(data))
+
+
+def test_commands_read_a_compressed_init_from_a_bucket(packed_site: StoreSite, packed: Path):
+    site = packed_site
+    site.store.faults.rate, site.store.faults.kinds = 0.1, ("drop", "busy", "short")
+    report = site.run_prep("inspect", "s3://bucket/packed")
+    assert (report["ok"], report["source"]["format"]) == (True, "orbax"), report
+    for words in (("s3://bucket/packed",), ("gs://bucket/packed", str(packed / "m"))):
+        report = site.run_prep("verify", *words)
+        assert (report["ok"], report.get("differences", [])) == (True, []), report
+    words = ("--mesh", "1,4,1", "--out", "wide", "--memory", "32MiB")
+    report = site.run_prep("reshard", "s3://bucket/packed", *words)
+    assert report["ok"], report
+    assert site.run_prep("export", "gs://bucket/packed", "--out", "hf")["ok"]
+    assert_same(read_tensors(Path("hf")), read_tensors(packed / "m"))
+    params = prep.load_params("gs://bucket/packed", "1,4,2", dtype="keep")
+    tokens = np.asarray(params["embed"]["tokens"])[:131]
+    assert tokens.tobytes() == read_tensors(packed / "m")["transformer.wte.weight"].tobytes()
+
+
+@pytest.mark.parametrize("words", [("--format", "dcp"), ("--layout", "hf-flax")])
+def test_next_command_of_an_export_to_a_bucket_works(
+    site: StoreSite, packed: Path, words: tuple[str, ...]
+):
+    report = site.run_prep("export", str(packed / "packed"), *words, "--out", OUT)
+    assert report["ok"], report
+    assert OUT in report["next"]
+    assert site.run_prep(*report["next"].split()[1:])["differences"] == []
+
+
+def test_damaged_compressed_chunk_in_a_bucket_is_found(packed_site: StoreSite):
+    objects = packed_site.store.objects
+    keys = [key for key in objects if key.startswith("bucket/packed/d/")]
+    key = max(keys, key=lambda key: len(objects[key]))
+    flip_in_store(packed_site.store, key, len(objects[key]) // 2)
+    report = packed_site.run_prep("verify", "s3://bucket/packed")
+    assert "bucket/packed" in report["error"]["what"], report
+
+
+def test_damaged_checksum_file_in_a_bucket_is_named(packed_site: StoreSite):
+    flip_in_store(packed_site.store, f"bucket/packed/{CHECKSUMS_FILE}", 0)
+    report = packed_site.run_prep("verify", "s3://bucket/packed")
+    assert f"s3://bucket/packed/{CHECKSUMS_FILE} is damaged" in json.dumps(report)
+    assert "prep-remote-" not in json.dumps(report)
+
+
+@pytest.mark.parametrize("zarr3", slow_except([False, True], [True]))
+@pytest.mark.parametrize("ocdbt", [False, True])
+def test_items_of_orbax_are_loaded_from_a_bucket(site: StoreSite, zarr3: bool, ocdbt: bool):
+    tree = {"weight": random_array("bfloat16", (64, 48), 1), "layer": {"bias": np.arange(24.0)}}
+    handler = ocp.PyTreeCheckpointHandler(use_zarr3=zarr3, use_ocdbt=ocdbt, use_compression=True)
+    ocp.Checkpointer(handler).save(Path("item").absolute(), args=ocp.args.PyTreeSave(tree))
+    upload(site, Path("item"), "item")
+    params = prep.load_params("gs://bucket/item", dtype="keep", verbatim=True)
+    assert np.asarray(params["weight"]).tobytes() == tree["weight"].tobytes()
+    assert np.asarray(params["layer.bias"]).tobytes() == tree["layer"]["bias"].tobytes()
 
 
 # Outputs for other trainers in an object store: written, checked and converted back without a changed bit
-OUT = "s3://bucket/out"
 MODELS: dict[str, dict[str, Any]] = {
     "llama": GROUPED_QUERY | {"model_type": "llama", "head_dim": 8},
     "gemma3": GROUPED_QUERY | {"model_type": "gemma3_text", "num_hidden_layers": 7},
@@ -342,7 +331,6 @@ def store(monkeypatch: MonkeyPatch) -> Iterator[FakeObjectStore]:
         yield store
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("case", slow_except(CASES, ("maxtext gemma3",)))
 def test_output_for_a_trainer_in_a_bucket_returns(store: FakeObjectStore, case: str):
     layout, model = CASES[case]
@@ -359,7 +347,6 @@ def test_output_for_a_trainer_in_a_bucket_returns(store: FakeObjectStore, case: 
     assert_same(read_tensors(Path("back")), tensors)
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("case", slow_except(CASES, ("torchtitan gpt_oss",)))
 def test_changed_byte_of_a_bucket_is_found(store: FakeObjectStore, case: str):
     layout, model = CASES[case]
@@ -368,9 +355,7 @@ def test_changed_byte_of_a_bucket_is_found(store: FakeObjectStore, case: str):
     assert prep.verify(OUT, "./model")
     data = [key for key in store.objects if "/d/" in key or key.endswith(".distcp")]
     key = max(data, key=lambda key: len(store.objects[key]))
-    content = bytearray(store.objects[key])
-    content[len(content) // 2] ^= 1
-    store.store(key, bytes(content))
+    flip_in_store(store, key, len(store.objects[key]) // 2)
     # A changed byte between two tensors is found when the checkpoint is opened.
     with suppress(DamagedError):
         assert not prep.verify(OUT)
