@@ -1,19 +1,25 @@
-"""Tokens of SentencePiece models, multimodal models, quantised models and Orbax checkpoints are added and removed."""
+"""Tokens are added to each kind of model and removed again, and `prep verify --chain` proves the untouched rows."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
+import xxhash
 
+import prepcli as prep
 from prepcli.core.errors import FAILED, USAGE
-from prepcli.formats.tokenizer_files import read_added_texts
+from prepcli.formats.added_tokens import RECORD_FILE
+from prepcli.formats.manifest import record_file
 from tests.helpers import sentencepiece_models as models
 from tests.helpers import towers
 from tests.helpers.lazy_modules import lazy_module
+from tests.helpers.manifests import changed_manifest
 from tests.helpers.quantized_folders import FORMATS, Arrays, make_quantized
 from tests.helpers.run_cli import Capture, run_failing, run_failing_unchanged, run_ok
 from tests.helpers.slow_cases import slow_except
@@ -174,27 +180,6 @@ def test_init_gets_the_rows_that_the_folder_gets(words: list[str]):
     assert_same(exported("removed"), read_tensors(Path("m")))
     assert side_files(Path("removed/hf")) == side_files(Path("m"))
     run_ok("verify", "removed", "--chain")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    slow_except(
-        [["--storage", "zarr3"], ["--storage", "files"], ["--compress", "zstd:3"]],
-        [["--storage", "zarr3"]],
-    ),
-)
-def test_output_has_the_storage_of_its_source(words: list[str]):
-    write_model(Path("m"))
-    run_ok("save-init", "./m", "--out", "init", *words)
-    run_ok("add-tokens", "./init", "--tokens", "tokens.json", "--out", "added")
-    run_ok("remove-tokens", "./added", "--out", "removed")
-    key = words[0].removeprefix("--")
-    for folder in ("added", "removed"):
-        manifest = json.loads(Path(folder, "prep-manifest.json").read_text())
-        assert manifest[key] == words[1]
-        run_ok("verify", folder)
-    run_ok("verify", "./removed", "./init")
 
 
 def test_rows_of_a_mesh_stay_divisible():
@@ -374,14 +359,6 @@ def test_tokens_after_the_pieces_are_refused(
     assert message in " ".join(err.split())
 
 
-def test_added_texts_are_read_as_the_library_reads_them():
-    data = models.train("bpe")
-    processor = models.load(data)
-    special = [n for n in range(len(processor)) if processor.is_control(n)]
-    expected = [processor.id_to_piece(n) for n in sorted([processor.unk_id(), *special])]
-    assert read_added_texts(data) == expected
-
-
 @pytest.mark.parametrize("data", [b"x", b"\x0a\xff", b"\x0a\x03\x0a\x05a", b"\x80" * 20])
 def test_broken_model_is_one_error(data: bytes, capsys: Capture):
     make_checkpoint(Path("m"), LLAMA)
@@ -389,3 +366,115 @@ def test_broken_model_is_one_error(data: bytes, capsys: Capture):
     code, lines = run_failing_unchanged(capsys, *ADD)
     assert code == FAILED
     assert "is not a SentencePiece model" in lines[0]
+
+
+# `prep verify --chain` through outputs of `add-tokens` and `remove-tokens`
+
+
+@pytest.fixture(autouse=True)
+def _two_lists() -> None:
+    Path("first.txt").write_text("<tool>\n<end>\n")
+    Path("second.txt").write_text("zzz\n")
+
+
+@pytest.mark.parametrize("init", slow_except(["mean", "zeros", "normal"], ["zeros"]))
+@pytest.mark.parametrize("has_padding", slow_except([False, True], [True]))
+def test_rows_of_added_tokens_are_not_shown(
+    has_padding: bool, init: Literal["mean", "zeros", "normal"]
+):
+    size = write_model(Path("m")).get_vocab_size()
+    prep.pad_vocab("m", "start", size=size + 8 * has_padding)
+    prep.add_tokens("start", "once", tokens="first.txt", init=init)
+    prep.add_tokens("once", "twice", tokens="second.txt", init=init)
+    prep.remove_tokens("twice", "back")
+    prep.remove_tokens("back", "removed")
+    proof = prep.verify_chain("removed")
+    assert proof
+    assert [link.status for link in proof.links] == ["holds"] * 4 + ["proven"]
+    expected = "edited for tokens" if init == "zeros" else "edited for tokens; new rows"
+    assert proof.links[3].not_shown == expected
+    for link in proof.links[:4]:
+        shutil.rmtree("AGAIN", ignore_errors=True)
+        for command in link.check.split(" && "):
+            run_ok(*command.removeprefix("prep ").split())
+
+
+def broken_link(output: str = "out") -> prep.ChainLink:
+    link = prep.verify_chain(output).broken_link
+    assert link is not None
+    return link
+
+
+def test_changed_tokenizer_of_the_source_breaks_the_link():
+    write_model(Path("m"))
+    prep.add_tokens("m", "added", tokens="first.txt")
+    path = Path("m/tokenizer.json")
+    write_json(path, json.loads(path.read_text()) | {"more": 1})
+    broken = broken_link("added")
+    assert path.name in broken.reason
+
+
+def forge_row(folder: Path, name: str, row: int) -> None:
+    """Change a row of a tensor together with its digests."""
+    values = read_tensors(folder)[name].copy()
+    before = values.tobytes()
+    values[row] += 1
+    path = next(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes().replace(before, values.tobytes()))
+    with changed_manifest(folder) as manifest:
+        for record in manifest["tensors"][name]["digests"]:
+            rows = values[record[0] : record[1]]
+            record[2] = xxhash.xxh3_128_hexdigest(rows.tobytes())
+
+
+@pytest.mark.parametrize("command", slow_except(["add-tokens", "remove-tokens"], ["add-tokens"]))
+@pytest.mark.parametrize("place", ["old", "padding"])
+def test_forged_rows_break_the_link(command: str, place: str):
+    size = write_model(Path("m"), files=1).get_vocab_size()
+    prep.pad_vocab("m", "start", size=size + 8)
+    prep.add_tokens("start", "out", tokens="first.txt")
+    if command == "remove-tokens":
+        Path("out").rename("added")
+        prep.remove_tokens("added", "out")
+    forge_row(Path("out"), EMBEDDINGS["bpe"], 3 if place == "old" else size + 5)
+    broken = broken_link()
+    assert (broken.command, broken.status) == (command, "failed")
+    assert "embed_tokens" in broken.reason
+
+
+def test_split_digest_of_another_tensor_is_compared():
+    size = write_model(Path("m"), files=1, intermediate_size=400).get_vocab_size()
+    prep.add_tokens("m", "out", tokens="first.txt")
+    name = "model.layers.0.mlp.gate_proj.weight"
+    with changed_manifest(Path("out")) as manifest:
+        edges = [(0, size), (size, size + 2), (size + 2, 400)]
+        manifest["tensors"][name]["digests"] = [[low, high, ""] for low, high in edges]
+    forge_row(Path("out"), name, size)
+    broken = broken_link()
+    assert "mlp.gate_proj" in broken.reason
+
+
+def rewrite_record(folder: Path, **changes: object) -> None:
+    """Change the last addition of a record, and the digests of its files and of the manifest."""
+    record = json.loads(Path(folder, RECORD_FILE).read_text())
+    record["additions"][-1].update(changes)
+    write_json(folder / RECORD_FILE, record)
+    with changed_manifest(folder) as manifest:
+        for name in (RECORD_FILE, *record["additions"][-1]["files"]):
+            manifest["files"][name] = record_file(folder / name)
+
+
+def test_tokens_in_place_of_old_ones_break_the_link():
+    size = write_model(Path("m"), files=1).get_vocab_size()
+    prep.add_tokens("m", "out", tokens="first.txt")
+    # The record says that the rows of two old tokens are new.
+    tokens = [{"id": size - 2, "content": "<tool>"}, {"id": size - 1, "content": "<end>"}]
+    rewrite_record(Path("out"), true_vocab_size=size - 2, padded_vocab_size=size, tokens=tokens)
+    with changed_manifest(Path("out")) as manifest:
+        for record in manifest["tensors"].values():
+            if len(record["digests"]) > 1:
+                record["digests"] = [[0, size - 2, ""], [size - 2, size, ""], [size, size + 2, ""]]
+    for name in (EMBEDDINGS["bpe"], "lm_head.weight"):
+        forge_row(Path("out"), name, size - 1)
+    broken = broken_link()
+    assert broken.reason == "other values than in m: embed_tokens.weight, lm_head.weight"
