@@ -16,10 +16,9 @@ from prepcli.commands.operations.compute_options import (
     EFFECTIVE_KEYS,
     KEYS_TEXT,
     EvaluateOptions,
-    option_of_key,
 )
 from prepcli.commands.operations.evaluate import data_sources, evaluation_recipe
-from prepcli.core.errors import USAGE, Key, Style, UsageError, text
+from prepcli.core.errors import USAGE, UsageError
 from prepcli.core.option_spec import option_specs
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.run_cli import Capture, MonkeyPatch, error_lines, run_json, run_ok
@@ -76,52 +75,13 @@ def test_eval_reports_each_source_and_all(work_dir: Path, capsys: Capture):
 
 
 @pytest.mark.slow
-def test_eval_of_all_checkpoint_kinds_is_equal(work_dir: Path, capsys: Capture):
-    """A Hugging Face folder, and its init for a mesh."""
-    run_ok("save-init", "tiny", "--out", "meshed", "--mesh", "1,2,4", "--pad-vocab", "auto")
-    expected = eval_json(capsys, "tiny", "--data", "a.txt")["loss"]
-    assert eval_json(capsys, "meshed", "--data", "a.txt")["loss"] == pytest.approx(
-        expected, rel=1e-6
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "batch"),
-    slow_except(
-        [("", 3), ("", 8), ("2,2,2", 1), ("2,2,2", 8), ("1,8,1", 3), ("1,1,8", 1)], [("2,2,2", 8)]
-    ),
-)
-def test_exact_eval_is_equal_on_any_mesh(work_dir: Path, capsys: Capture, mesh: str, batch: int):
-    run_ok("save-init", "tiny", "--out", "padded", "--pad-vocab", "8")
-    words = ("padded", "--data", "a.txt", "--reduction", "exact")
-    expected = eval_json(capsys, *words, "--batch-size", "1")
-    options = ("--mesh", mesh) if mesh else ()
-    actual = eval_json(capsys, *words, "--batch-size", str(batch), *options)
-    assert [actual[key] for key in ("loss", "accuracy", "tokens")] == [
-        expected[key] for key in ("loss", "accuracy", "tokens")
-    ]
-    fast = eval_json(capsys, "padded", "--data", "a.txt", "--batch-size", str(batch), *options)
-    assert fast["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
 def test_evaluation_does_not_depend_on_the_number_of_processes(
     work_dir: Path, capsys: Capture, reduction: str
 ):
     run_ok("save-init", "tiny", "--out", "padded", "--pad-vocab", "8")
-    words = (
-        "eval",
-        "padded",
-        "--data",
-        "a.txt",
-        "--seq-length",
-        str(LENGTH),
-        "--mesh",
-        "2,2,2",
-        "--json",
-    )
+    words = ("eval", "padded", "--data", "a.txt", "--seq-length", str(LENGTH), "--json")
+    words = (*words, "--mesh", "2,2,2")
     (code, out, err), other = finish(
         start_processes(*words, "--reduction", reduction, count=2, devices=4)
     )
@@ -185,19 +145,6 @@ def test_evaluate_of_the_api_returns_the_report(work_dir: Path, capsys: Capture)
     )
     assert result.sources["first"].loss == result.loss
     assert prep.evaluate("tiny", "a.txt", seq_length=LENGTH).loss == result.loss
-
-
-@pytest.mark.slow
-def test_perplexity_equals_transformers(work_dir: Path, capsys: Capture):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    report = eval_json(capsys, "tiny", "--data", "a.txt")
-    model = transformers.AutoModelForCausalLM.from_pretrained("tiny", dtype=torch.float32)
-    numbers = [int(word[1:]) for word in Path("a.txt").read_text().split()]
-    blocks = torch.tensor(numbers[: 5 * LENGTH]).reshape(5, LENGTH)
-    with torch.no_grad():
-        loss = model(blocks, labels=blocks).loss.double().item()
-    assert report["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
 
 
 @pytest.mark.parametrize("stride", slow_except([5, LENGTH], [LENGTH]))
@@ -371,22 +318,6 @@ def test_hints_of_evaluate_name_its_arguments():
     with pytest.raises(prep.PrepError) as raised:
         prep.evaluate("t5", "a.jsonl", fields="[prompt], text")
     assert raised.value.hint == '`overrides="data.source_length=512"`'
-
-
-@pytest.mark.usefixtures("two_models")
-@pytest.mark.parametrize(
-    ("key", "hint"),
-    [
-        (Key("data.holdout", 0.05), "`data.holdout = 0.05`"),
-        (Key("data.source_length"), "`data.source_length`"),
-        (Key("data.type"), "`--type`"),
-        (Key("data.fields", "[article], summary"), "`--fields '[article], summary'`"),
-        (Key("data.add_bos", False), "`--set data.add_bos=false`"),
-        (Key("data.source_length", 512, is_override=True), "`--set data.source_length=512`"),
-    ],
-)
-def test_hints_of_eval_replace_recipe_keys_by_options(key: Key, hint: str):
-    assert text("{}", key).render(Style("terminal", rename_key=option_of_key)) == hint
 
 
 @pytest.mark.slow

@@ -31,7 +31,6 @@ from trainer.distributed import exact_reduction
 from trainer.distributed.exact_reduction import WITHOUT_FUSED
 from trainer.nn import transformer
 from trainer.nn.model_spec import ForwardConfig
-from trainer.training import evaluation
 
 EOS = 2
 MAX_LENGTH = 12
@@ -142,60 +141,10 @@ def test_rolling_loglikelihood_scores_each_token_once(model: Any, log_probabilit
 
 
 @pytest.mark.slow
-def test_generate_until_cuts_at_the_stop_text(model: Any, checkpoint: Path):
-    context = words([5, 6, 7])
-    free, stopped = (
-        model.generate_until([Request((context, {"until": until, "max_gen_toks": 4}))])[0]
-        for until in ([], None)
-    )
-    expected = prep.generate(checkpoint, context, max_new_tokens=4).texts[0]
-    assert free == stopped == expected
-    second = free.split()[1]
-    cut = model.generate_until([Request((context, {"until": [second], "max_gen_toks": 4}))])[0]
-    assert cut == free[: free.index(second)]
-
-
-@pytest.mark.slow
 def test_samples_of_equal_contexts_differ_between_batches(model: Any):
     options = {"temperature": 1.0, "max_gen_toks": 8}
     texts = model.generate_until([Request((words([5, 6, 7]), options))] * 6)  # batches of 3
     assert len({*texts}) == 6
-
-
-@pytest.mark.slow
-def test_loglikelihood_does_not_depend_on_batch_size(checkpoint: Path, monkeypatch: MonkeyPatch):
-    monkeypatch.setattr(harness, "_harness_base", lambda: PlainBase)
-    # With lengths rounded up to 64, all rows of the tiny model would have one length.
-    monkeypatch.setattr(evaluation, "LENGTH_MULTIPLE", 8)
-    lengths = (3, 7, 12, 20, 30)
-    texts = [
-        [(5 * length + 7 * number) % 120 + 3 for number in range(length)] for length in lengths
-    ]
-    requests = [Request((words(ids[:-2]), f" {words(ids[-2:])}")) for ids in texts]
-    results = list[Any]()
-    for batch_size in (1, 3):
-        with harness.harness_model(checkpoint, batch_size=batch_size) as model:
-            results.append(model.loglikelihood(requests))
-    assert results[0] == results[1]
-
-
-@pytest.mark.slow
-def test_fast_loglikelihood_on_a_mesh_differs_by_rounding(
-    checkpoint: Path, monkeypatch: MonkeyPatch
-):
-    """The parameters stay split, so that a model may be larger than a device."""
-    monkeypatch.setattr(harness, "_harness_base", lambda: PlainBase)
-    requests = [
-        Request((words([5, 6, 7]), " " + words([8, 9]))),
-        Request((words([9]), " " + words([3, 4, 1]))),
-    ]
-    results = list[list[tuple[float, bool]]]()
-    with harness.harness_model(checkpoint, batch_size=2) as model:
-        results.append(model.loglikelihood(requests))
-    with harness.harness_model(checkpoint, batch_size=2, mesh="1,2,4", reduction="fast") as model:
-        results.append(model.loglikelihood(requests))
-    for (exact, is_greedy), fast in zip(*results, strict=True):
-        assert fast == (pytest.approx(exact, rel=1e-5), is_greedy)
 
 
 @pytest.mark.parametrize(
@@ -289,12 +238,15 @@ def test_harness_model_warns_of_generation_fields(
         pass
 
 
-def test_generate_until_cuts_at_the_stop_texts_of_the_model(
+def test_generate_until_cuts_at_stop_texts(
     model: Any, checkpoint: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     request = Request((words([5, 6, 7]), {"max_gen_toks": 4}))
     [text] = model.generate_until([request])
+    assert text == prep.generate(checkpoint, words([5, 6, 7]), max_new_tokens=4).texts[0]
     second = text.split()[1]
+    stopping = Request((words([5, 6, 7]), {"max_gen_toks": 4, "until": [second]}))
+    assert model.generate_until([stopping]) == [text[: text.index(second)]]
     folder = tmp_path / "stops"
     shutil.copytree(checkpoint, folder)
     settings = {"eos_token_id": EOS, "stop_strings": [second]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -23,8 +22,6 @@ from prepcli.commands.operations import plan
 from prepcli.commands.operations.recipes import recipes_folder
 from prepcli.commands.pages.inspection_page import MAX_DRAWINGS, MAX_ROWS
 from prepcli.core.errors import FAILED, OK, USAGE
-from prepcli.core.formatting import format_bytes
-from prepcli.planning.tensors import itemsize
 from prepcli.sources.aliases import ALIASES
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_ok
@@ -60,29 +57,19 @@ def test_stats_of_decoded_weights_are_those_of_the_values(method: str, capsys: C
         assert statistics["max"] == expected.max()
 
 
-@pytest.mark.parametrize("method", slow_except(["fp8", "gptq"], ["fp8"]))
-def test_shards_of_decoded_weights_are_those_of_the_init(method: str, capsys: Capture):
-    make_quantized(Path("m"), method)
-    prep.save_init("./m", "init", quantized="dequantize")
+def test_shards_of_quantised_weights_are_those_of_the_init(capsys: Capture):
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "decoded", quantized="dequantize")
     for leaf in ("layers.attn.q.weight", "layers.mlp.up.weight"):
-        expected = shards(capsys, "init", leaf)
+        expected = shards(capsys, "decoded", leaf)
         assert shards(capsys, "./m", leaf, *DECODE) == expected
         assert expected["dtype"] == "bfloat16"
-
-
-def test_shards_of_kept_weights_are_those_of_the_init(capsys: Capture):
-    make_quantized(Path("m"), "fp8")
-    prep.save_init("./m", "init")
-    leaf = "model.layers.*.self_attn.q_proj.weight"
-    assert shards(capsys, "./m", leaf) == shards(capsys, "init", leaf)
-
-
-def test_scales_of_decoded_weights_are_whole(capsys: Capture):
-    make_quantized(Path("m"), "fp8")
-    prep.save_init("./m", "init", quantized="dequantize")
-    scales = shards(capsys, "init", SCALES)
+    scales = shards(capsys, "decoded", SCALES)
     assert scales["shard"] == scales["shape"]
     assert scales["copies"] == 4
+    prep.save_init("./m", "kept")
+    leaf = "model.layers.*.self_attn.q_proj.weight"
+    assert shards(capsys, "./m", leaf) == shards(capsys, "kept", leaf)
 
 
 @pytest.mark.parametrize("model_type", slow_except(["llava", "qwen3_vl"], ["llava"]))
@@ -110,21 +97,6 @@ def test_only_decoding_needs_the_scales_of_quantised_tensors(capsys: Capture):
     make_quantized(Path("m"), "fp8", change=lambda stored: stored.pop(scale))
     run_ok("inspect", "./m")
     assert main(["inspect", "./m", *DECODE]) == 1
-
-
-@pytest.mark.slow
-def test_page_shards_towers_and_scales_like_the_init(capsys: Capture):
-    write_model("llava", Path("multimodal"))
-    make_quantized(Path("m"), "fp8")
-    prep.save_init("./multimodal", "towers", mesh="1,2,2", pad_vocab="auto")
-    prep.save_init("./m", "scales", mesh="1,2,2", pad_vocab="auto", quantized="dequantize")
-    for init in ("towers", "scales"):
-        nbytes = 0
-        for tensor in inspect_json(capsys, init)["tensors"]:
-            leaf = shards(capsys, init, tensor["name"])
-            nbytes += math.prod(leaf["shard"]) * itemsize(leaf["dtype"])
-        run_ok("inspect", init, "--html", "page.html")
-        assert f"Each device holds {format_bytes(nbytes)}" in Path("page.html").read_text()
 
 
 def test_page_has_decoded_weights(capsys: Capture):
@@ -326,6 +298,7 @@ class Terminal(io.StringIO):
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "model"
     make_checkpoint(folder, GPT_NEO)
+    run_ok("save-init", str(folder), "--mesh", "1,1,1", "--out", str(folder.with_name("init")))
     return folder
 
 
@@ -354,55 +327,30 @@ def run_in_terminal(monkeypatch: MonkeyPatch, width: int, *words: str) -> list[s
     return lines
 
 
-def first_words(lines: list[str]) -> set[str]:
-    return {line.split()[0] for line in lines if line.strip()}
+def recipe_names() -> set[str]:
+    return {path.stem for path in recipes_folder().glob("*.toml")}
+
+
+# Command, and words that its table has whole
+TABLES: list[tuple[str, Callable[[], set[str]]]] = [
+    ("inspect model", lambda: set(read_tensors(Path("model")))),
+    ("inspect model --stats", lambda: set(read_tensors(Path("model")))),
+    ("inspect init", lambda: {"params.embed.tokens", "params.layers.attn.q.weight"}),
+    ("inspect model --tree", lambda: {"attn.attention", "q_proj.weight", "wte.weight"}),
+    ("models", lambda: {alias.name for alias in ALIASES} | {alias.hub_id for alias in ALIASES}),
+    ("recipes", recipe_names),
+    ("plan llama-7b-32k", lambda: {"A100-80"}),
+]
 
 
 @pytest.mark.parametrize("width", slow_except(WIDTHS, WIDTHS[:1]))
-@pytest.mark.parametrize("option", [(), ("--stats",)])
-def test_inspect_shows_whole_names(
-    monkeypatch: MonkeyPatch, model: Path, option: tuple[str, ...], width: int
-) -> None:
+@pytest.mark.parametrize(("command", "names"), TABLES)
+def test_tables_fit_the_terminal_with_whole_names(
+    monkeypatch: MonkeyPatch, model: Path, command: str, names: Callable[[], set[str]], width: int
+):
     monkeypatch.chdir(model.parent)
-    lines = run_in_terminal(monkeypatch, width, "inspect", "model", *option)
-    assert set(read_tensors(model)) <= first_words(lines)
-
-
-@pytest.mark.parametrize("width", slow_except(WIDTHS, WIDTHS[:1]))
-def test_inspect_of_an_init_fits_the_terminal(
-    monkeypatch: MonkeyPatch, model: Path, width: int
-) -> None:
-    monkeypatch.chdir(model.parent)
-    if not Path("init").exists():
-        assert main(["save-init", "model", "--mesh", "1,1,1", "--out", "init", "-q"]) == OK
-    lines = run_in_terminal(monkeypatch, width, "inspect", "init")
-    assert {"params.embed.tokens", "params.layers.attn.q.weight"} <= first_words(lines)
-
-
-@pytest.mark.parametrize("width", slow_except(WIDTHS, WIDTHS[:1]))
-def test_inspect_tree_shows_whole_names(monkeypatch: MonkeyPatch, model: Path, width: int) -> None:
-    monkeypatch.chdir(model.parent)
-    lines = run_in_terminal(monkeypatch, width, "inspect", "model", "--tree")
-    assert {"attn.attention", "q_proj.weight", "wte.weight"} <= first_words(lines)
-
-
-@pytest.mark.parametrize("width", slow_except(WIDTHS, WIDTHS[:1]))
-def test_models_shows_whole_aliases_and_hub_ids(monkeypatch: MonkeyPatch, width: int) -> None:
-    lines = run_in_terminal(monkeypatch, width, "models")
-    words = {word for line in lines for word in line.split()}
-    assert {alias.name for alias in ALIASES} | {alias.hub_id for alias in ALIASES} <= words
-
-
-@pytest.mark.parametrize("width", slow_except(WIDTHS, WIDTHS[:1]))
-def test_recipes_shows_whole_names(monkeypatch: MonkeyPatch, width: int) -> None:
-    lines = run_in_terminal(monkeypatch, width, "recipes")
-    assert {path.stem for path in recipes_folder().glob("*.toml")} <= first_words(lines)
-
-
-@pytest.mark.parametrize("width", slow_except(WIDTHS, WIDTHS[:1]))
-def test_plan_fits_the_terminal(monkeypatch: MonkeyPatch, width: int) -> None:
-    lines = run_in_terminal(monkeypatch, width, "plan", "llama-7b-32k")
-    assert any("A100-80" in line for line in lines)
+    lines = run_in_terminal(monkeypatch, width, *command.split())
+    assert names() <= {word for line in lines for word in line.split()}
 
 
 def test_plan_search_ends_with_the_best_mesh(monkeypatch: MonkeyPatch) -> None:
@@ -417,14 +365,6 @@ def test_plan_search_ends_with_the_best_mesh(monkeypatch: MonkeyPatch) -> None:
     all_lines = run_in_terminal(monkeypatch, 80, *search, "-v")
     assert len([line for line in all_lines if line.startswith("dp:")]) > 10
     assert all_lines[-1] == lines[-1]
-
-
-@pytest.mark.slow
-def test_plan_search_prints_all_meshes_to_a_pipe(capsys: Capture) -> None:
-    assert main(["plan", "llama-7b-32k", "--devices", "v5p", "--search", "--offline"]) == OK
-    assert (
-        len([line for line in capsys.readouterr().out.splitlines() if line.startswith("dp:")]) > 10
-    )
 
 
 def test_plan_search_lists_each_reason_on_a_line(monkeypatch: MonkeyPatch) -> None:
