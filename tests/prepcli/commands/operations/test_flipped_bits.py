@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -80,21 +79,15 @@ def test_manifest_lists_every_file(kind: str):
 
 
 @pytest.mark.usefixtures("outputs")
-@pytest.mark.parametrize("layout", slow_except(["maxtext", "tunix", "levanter"], ["maxtext"]))
-def test_flipped_checksum_of_a_trainer_export_is_found(layout: str, capsys: Capture):
-    run_ok("export", "init", "--layout", layout, "--out", "out")
-    flip_bit(Path("out", CHECKSUMS_FILE), 100)
-    for words in (("out",), ("out", "--quick"), ("out", "--chain"), ("out", "init")):
-        error = run_failing(capsys, 1, "verify", *words)
-        assert f"out/{CHECKSUMS_FILE} is damaged" in error
-
-
-@pytest.mark.usefixtures("outputs")
-@pytest.mark.parametrize("kind", slow_except(["init", "step"], ["init"]))
-def test_flipped_checksum_is_found_in_a_comparison(kind: str, capsys: Capture):
+@pytest.mark.parametrize("kind", slow_except(["init", "step", "maxtext"], ["init"]))
+def test_flipped_checksum_is_found(kind: str, capsys: Capture):
+    if kind == "maxtext":
+        run_ok("export", "init", "--layout", kind, "--out", kind)
     (file,) = Path(kind).rglob(CHECKSUMS_FILE)
     flip_bit(file, 100)
     for words in (
+        (kind,),
+        (kind, "--chain"),
         (kind, "hf"),
         ("hf", kind),
         ("hf", kind, "--quick"),
@@ -104,7 +97,7 @@ def test_flipped_checksum_is_found_in_a_comparison(kind: str, capsys: Capture):
 
 
 @pytest.mark.usefixtures("outputs")
-@pytest.mark.parametrize("kind", slow_except(KINDS, ["init", "step"]))
+@pytest.mark.parametrize("kind", slow_except(KINDS, ["step"]))
 def test_flipped_bit_in_any_listed_file_is_refused(kind: str, capsys: Capture):
     draw, records = random.Random(kind), (read_manifest(Path(kind)) or NO_MANIFEST).files
     for name in listed_files(kind):
@@ -125,19 +118,12 @@ def test_flipped_bit_in_any_listed_file_is_refused(kind: str, capsys: Capture):
 
 @pytest.mark.usefixtures("outputs")
 @pytest.mark.parametrize("kind", slow_except(KINDS, ["hf"]))
-def test_missing_listed_file_is_refused(kind: str, capsys: Capture):
+def test_missing_file_is_refused_and_an_added_one_ignored(kind: str, capsys: Capture):
+    Path(kind, "README.md").write_text("mine")
+    assert run_json(capsys, "verify", kind)["tensors"] > 0
     name = next(name for name in listed_files(kind) if name.endswith("tokenizer.json"))
     Path(kind, name).unlink()
     assert f"{kind}/{name} does not exist" in run_failing(capsys, 1, "verify", kind)
-
-
-@pytest.mark.usefixtures("outputs")
-@pytest.mark.parametrize("kind", slow_except(KINDS, ["init"]))
-def test_added_files_are_ignored(kind: str, capsys: Capture):
-    before = run_json(capsys, "verify", kind)
-    Path(kind, "README.md").write_text("mine")
-    after = run_json(capsys, "verify", kind)
-    assert after["tensors"] == before["tensors"] > 0
 
 
 @pytest.mark.usefixtures("outputs")
@@ -214,8 +200,8 @@ Q_PROJ = "model.layers.1.self_attn.q_proj"
 SETTINGS = ("weight_format", "quant_state.bitsandbytes__nf4")
 
 
-@pytest.fixture
-def stacked_map() -> None:
+@pytest.fixture(autouse=True)
+def _stacked_map() -> None:
     MAP.write_text(STACKED_MAP)
 
 
@@ -246,7 +232,6 @@ def stored_names(folder: Path, prefix: str) -> list[str]:
     return [name for name, _, _ in tensor_byte_ranges(path) if name.startswith(prefix)]
 
 
-@pytest.mark.usefixtures("stacked_map")
 @pytest.mark.parametrize("name", slow_except(["fp8", "gptq", "awq", "int8", "nf4"], ["gptq"]))
 def test_decoding_refuses_a_flip_in_each_stored_tensor(name: str, capsys: Capture):
     made = export_quantized(name)
@@ -262,7 +247,6 @@ def test_decoding_refuses_a_flip_in_each_stored_tensor(name: str, capsys: Captur
     run_ok("verify", "out", "init")
 
 
-@pytest.mark.usefixtures("stacked_map")
 def test_decoding_the_first_layers_ignores_the_others(capsys: Capture):
     flip_tensor(export_quantized("fp8"), "model.layers.2.mlp.up_proj.weight")
     run_ok("save-init", "made", *DEQUANTIZE, "--layers", "2", "--out", "out")
@@ -270,17 +254,9 @@ def test_decoding_the_first_layers_ignores_the_others(capsys: Capture):
     assert "model.layers.2.mlp.up_proj.weight in made is damaged" in error.replace(")", "")
 
 
-@pytest.mark.usefixtures("stacked_map")
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--map", str(MAP)),
-        pytest.param(("--map", str(MAP), "--workers", "2"), marks=pytest.mark.slow),
-    ],
-)
-def test_mapping_refuses_a_flipped_bit(words: tuple[str, ...], capsys: Capture):
+def test_mapping_refuses_a_flipped_bit(capsys: Capture):
     flip_tensor(export_dense(), f"{Q_PROJ}.weight")
-    error = run_failing(capsys, 1, "save-init", "made", *words, "--out", "out")
+    error = run_failing(capsys, 1, "save-init", "made", "--map", str(MAP), "--out", "out")
     assert f"{Q_PROJ}.weight in made is damaged" in error
     assert not Path("out").exists()
 
@@ -291,13 +267,9 @@ JOINT_LAUNCHES = {
 }
 
 
-@pytest.mark.usefixtures("stacked_map")
 @pytest.mark.parametrize(
     ("launch", "out"),
-    slow_except(
-        product(JOINT_LAUNCHES, ("out", "gs://bucket/out")),
-        [("processes", "out")],
-    ),
+    slow_except([("processes", "out"), ("workers", "gs://bucket/out")], [("processes", "out")]),
 )
 def test_refused_source_does_not_block_its_repair(
     launch: str, out: str, tmp_path: Path, monkeypatch: MonkeyPatch
@@ -330,7 +302,6 @@ def test_refused_source_does_not_block_its_repair(
     assert not Path("out.partial").exists()
 
 
-@pytest.mark.usefixtures("stacked_map")
 def test_checked_units_are_claimed_one_by_one(monkeypatch: MonkeyPatch):
     monkeypatch.setattr(object_files, "OBJECT_NBYTES", 1 << 10)
     export_dense()
@@ -357,7 +328,6 @@ def test_checked_units_are_claimed_one_by_one(monkeypatch: MonkeyPatch):
     assert listed.count(out) < 8
 
 
-@pytest.mark.usefixtures("stacked_map")
 def test_refused_source_keeps_the_replaced_bucket_output(monkeypatch: MonkeyPatch, capsys: Capture):
     made = export_dense()
     words = ("save-init", "made", "--map", str(MAP), "--out", "gs://bucket/out", "--overwrite")
@@ -369,22 +339,12 @@ def test_refused_source_keeps_the_replaced_bucket_output(monkeypatch: MonkeyPatc
         assert store.objects == before
 
 
-@pytest.mark.usefixtures("stacked_map")
 def test_mapping_decoded_weights_refuses_a_flipped_bit(capsys: Capture):
     made = export_quantized("fp8")
     words = ("save-init", "made", *DEQUANTIZE, "--map", str(MAP), "--out")
     run_ok(*words, "whole")
     flip_tensor(made, f"{Q_PROJ}.weight")
     assert f"{Q_PROJ}.weight in made is damaged" in run_failing(capsys, 1, *words, "out")
-
-
-LAYOUTS = {
-    "easylm": ("--layout", "easylm"),
-    "hf-flax": ("--layout", "hf-flax"),
-    "torchtitan": ("--layout", "torchtitan"),
-    "maxtext": ("--layout", "maxtext"),
-    "levanter": ("--layout", "levanter"),
-}
 
 
 def flip_norm(folder: Path) -> Path:
@@ -397,55 +357,38 @@ def flip_norm(folder: Path) -> Path:
     raise AssertionError("no file has the norm")
 
 
-@pytest.mark.usefixtures("stacked_map")
-@pytest.mark.parametrize("layout", slow_except(LAYOUTS, ["torchtitan"]))
+@pytest.mark.parametrize(
+    "layout", slow_except(["easylm", "hf-flax", "torchtitan", "maxtext", "levanter"], ["easylm"])
+)
 def test_verbatim_names_do_not_hide_a_flipped_bit(layout: str, capsys: Capture):
-    made = export_dense(*LAYOUTS[layout])
+    made = export_dense("--layout", layout)
     words = ("save-init", "made", "--verbatim", "--out")
     run_ok(*words, "whole")
-    flip_norm(made)
-    assert "in made is damaged" in run_failing(capsys, 1, *words, "out")
-
-
-@pytest.mark.usefixtures("stacked_map")
-def test_loading_under_verbatim_names_refuses_a_flipped_bit():
-    made = export_dense("--layout", "easylm")
     prep.load_params("./made", verbatim=True)
     flip_norm(made)
+    assert "in made is damaged" in run_failing(capsys, 1, *words, "out")
     with pytest.raises(DamagedError, match=r"in \./made is damaged"):
         prep.load_params("./made", verbatim=True)
 
 
-@pytest.mark.usefixtures("stacked_map")
-@pytest.mark.parametrize("tolerance", [(), ("--tolerance", "1e30")])
-def test_equal_damage_on_both_sides_is_found(tolerance: tuple[str, ...], capsys: Capture):
+def test_equal_damage_on_both_sides_is_found(capsys: Capture):
     made = export_dense()
+    run_ok("verify", "made", "model", "--tolerance", "1e30")
     shutil.copytree(made, "copy")
     for folder in (made, Path("copy")):
         flip_tensor(folder, f"{Q_PROJ}.weight")
-    error = run_failing(capsys, 1, "verify", "made", "copy", *tolerance)
-    assert f"({Q_PROJ}.weight) in made is damaged" in error
+    for words in (("copy",), ("copy", "--tolerance", "1e30"), ("model", "--tolerance", "1e30")):
+        error = run_failing(capsys, 1, "verify", "made", *words)
+        assert f"({Q_PROJ}.weight) in made is damaged" in error
 
 
-@pytest.mark.usefixtures("stacked_map")
-def test_accepted_difference_of_a_damaged_tensor_is_refused(capsys: Capture):
-    made = export_dense()
-    run_ok("verify", "made", "model", "--tolerance", "1e30")
-    flip_tensor(made, f"{Q_PROJ}.weight")
-    error = run_failing(capsys, 1, "verify", "made", "model", "--tolerance", "1e30")
-    assert f"({Q_PROJ}.weight) in made is damaged" in error
-
-
-@pytest.mark.usefixtures("stacked_map")
-@pytest.mark.parametrize("decode", [(), pytest.param(DEQUANTIZE, marks=pytest.mark.slow)])
-def test_statistics_refuse_a_flipped_code(decode: tuple[str, ...], capsys: Capture):
+def test_statistics_refuse_a_flipped_code(capsys: Capture):
     made = export_quantized("fp8")
-    run_ok("inspect", "made", "--stats", *decode)
+    run_ok("inspect", "made", "--stats")
     flip_tensor(made, f"{Q_PROJ}.weight")
-    assert "in made is damaged" in run_failing(capsys, 1, "inspect", "made", "--stats", *decode)
+    assert "in made is damaged" in run_failing(capsys, 1, "inspect", "made", "--stats")
 
 
-@pytest.mark.usefixtures("stacked_map")
 def test_statistics_of_a_selection_check_only_its_tensors(capsys: Capture):
     made = export_dense()
     flip_tensor(made, f"{Q_PROJ}.weight")
@@ -455,7 +398,6 @@ def test_statistics_of_a_selection_check_only_its_tensors(capsys: Capture):
     assert "in init is damaged" in run_failing(capsys, 1, "inspect", "init", "--stats")
 
 
-@pytest.mark.usefixtures("stacked_map")
 @pytest.mark.parametrize("name", slow_except(["dense", "fp8", "init", "compressed"], ["init"]))
 def test_statistics_of_a_bucket_refuse_a_flipped_bit(
     name: str, monkeypatch: MonkeyPatch, capsys: Capture
@@ -480,26 +422,17 @@ def test_statistics_of_a_bucket_refuse_a_flipped_bit(
             assert "differ from their recorded digest" in error
 
 
-@pytest.mark.usefixtures("stacked_map")
-@pytest.mark.parametrize("storage", slow_except(["files", "zarr3-files"], ["files"]))
-def test_inspect_refuses_changed_metadata(storage: str, capsys: Capture):
-    make_checkpoint(Path("model"), LLAMA)
-    run_ok("save-init", "model", "--storage", storage, "--out", "made")
-    metadata = ".zarray" if storage == "files" else "zarr.json"
-    path = Path("made/params.head.weight", metadata)
-    path.write_text(path.read_text().replace("131", "130"))
-    assert f"{path} is damaged" in run_failing(capsys, 1, "inspect", "made")
-
-
-@pytest.mark.usefixtures("stacked_map")
-def test_inspect_refuses_a_changed_header(capsys: Capture):
+def test_inspect_refuses_changed_metadata(capsys: Capture):
     made = export_dense()
     path = made / "model.safetensors"
     path.write_bytes(path.read_bytes().replace(b"layers.1.self_attn.q", b"layers.1.self_attn.z", 1))
     assert "made/model.safetensors is damaged" in run_failing(capsys, 1, "inspect", "made")
+    run_ok("save-init", "model", "--storage", "files", "--out", "files")
+    path = Path("files/params.head.weight/.zarray")
+    path.write_text(path.read_text().replace("131", "130"))
+    assert f"{path} is damaged" in run_failing(capsys, 1, "inspect", "files")
 
 
-@pytest.mark.usefixtures("stacked_map")
 def test_check_stays_within_the_memory_of_a_run(monkeypatch: MonkeyPatch):
     export_quantized("fp8")
     limits: list[int] = []
