@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,40 +38,34 @@ def edit_config(folder: str, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_misspelled_alias_gets_a_suggestion(capsys):
-    assert run_failing_unchanged(capsys, "pad-vocab", "gpt-neo-1.3b") == (
-        2,
-        [
-            "error: no checkpoint called `gpt-neo-1.3b`",
-            "  why: not a folder here, not an alias, and a hub id has the form owner/name",
-            " hint: did you mean `gpt-neo-1.3B`?",
-        ],
-    )
+LOOKS_LIKE_A_PATH = "it looks like a path because it begins with `./`"
+NO_NAME = "not a folder here, not an alias, and a hub id has the form owner/name"
+SHORT = "`prep models` lists the models that can be named without a path"
+# Checkpoint that does not exist, beside a folder `llama-13b`; error, reason and hint
+MISSING = [
+    (
+        "gpt-neo-1.3b",
+        "no checkpoint called `gpt-neo-1.3b`",
+        NO_NAME,
+        "did you mean `gpt-neo-1.3B`?",
+    ),
+    ("./mistral", "`./mistral` does not exist", LOOKS_LIKE_A_PATH, "folders here: llama-13b"),
+    ("./lama-13b", "`./lama-13b` does not exist", LOOKS_LIKE_A_PATH, "did you mean `./llama-13b`?"),
+    (
+        "./lama-13b/",
+        "`./lama-13b/` does not exist",
+        LOOKS_LIKE_A_PATH,
+        "did you mean `./llama-13b`?",
+    ),
+    ("./models/lama", "`./models/lama` does not exist", LOOKS_LIKE_A_PATH, SHORT),
+]
 
 
-def test_missing_folder_lists_local_folders(capsys):
+@pytest.mark.parametrize(("name", "what", "why", "hint"), MISSING)
+def test_missing_checkpoint_gets_a_suggestion(capsys, name: str, what: str, why: str, hint: str):
     make_checkpoint(Path("llama-13b"), LLAMA)
-    assert run_failing_unchanged(capsys, "save-init", "./mistral") == (
-        2,
-        [
-            "error: `./mistral` does not exist",
-            "  why: it looks like a path because it begins with `./`",
-            " hint: folders here: llama-13b",
-        ],
-    )
-
-
-@pytest.mark.parametrize(
-    ("path", "hint"),
-    [
-        ("./lama-13b", "did you mean `./llama-13b`?"),
-        ("./lama-13b/", "did you mean `./llama-13b`?"),
-        ("./models/lama", "`prep models` lists the models that can be named without a path"),
-    ],
-)
-def test_missing_folder_suggests_a_similar_one(capsys, path: str, hint: str):
-    make_checkpoint(Path("llama-13b"), LLAMA)
-    assert run_failing_unchanged(capsys, "save-init", path)[1][-1] == f" hint: {hint}"
+    expected = [f"error: {what}", f"  why: {why}", f" hint: {hint}"]
+    assert run_failing_unchanged(capsys, "save-init", name) == (2, expected)
 
 
 def test_folder_without_checkpoint_lists_its_files(capsys):
@@ -236,60 +231,66 @@ def test_pickle_with_code_is_rejected_and_not_run(capsys):
     assert not Path("pwned").exists()
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda h: {**h, "x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}},
-        lambda h: {
-            k: {**v, "data_offsets": [o + 8 for o in v["data_offsets"]]} for k, v in h.items()
-        },
-        lambda h: {k: {**v, "shape": [2**62, 2**62]} for k, v in h.items()},
-        lambda h: {k: {**v, "shape": [n + 1 for n in v["shape"]]} for k, v in h.items()},
-        lambda h: {k: {**v, "dtype": "F128"} for k, v in h.items()},
-        lambda h: {
-            k: {**v, "data_offsets": list(reversed(v["data_offsets"]))} for k, v in h.items()
-        },
-    ],
-)
-def test_inconsistent_safetensors_header_is_an_error(capsys, spoil: Callable[[dict], dict]):
+Entries = dict[str, dict[str, Any]]
+
+
+def with_each(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Entries], Entries]:
+    """Return a function that changes each entry of a header."""
+    return lambda header: {name: entry | change(entry) for name, entry in header.items()}
+
+
+SPOILED_HEADERS: list[Callable[[Entries], Entries]] = [
+    lambda header: {**header, "x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}},
+    with_each(lambda entry: {"data_offsets": [offset + 8 for offset in entry["data_offsets"]]}),
+    with_each(lambda entry: {"shape": [2**62, 2**62]}),
+    with_each(lambda entry: {"shape": [size + 1 for size in entry["shape"]]}),
+    with_each(lambda entry: {"dtype": "F128"}),
+    with_each(lambda entry: {"data_offsets": entry["data_offsets"][::-1]}),
+]
+
+
+def test_inconsistent_safetensors_header_is_an_error(capsys):
     make_checkpoint(Path("m"), files=1)
     path = Path("m/model.safetensors")
     data = path.read_bytes()
     length = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8 : 8 + length])
     header.pop("__metadata__")
-    text = json.dumps(spoil(header)).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
-    for command in ("pad-vocab", "save-init", "verify", "inspect"):
-        code, lines = run_failing_unchanged(capsys, command, "./m")
-        assert code in (1, 2)
-        assert "model.safetensors" in " ".join(lines)
+    for spoil in SPOILED_HEADERS:
+        text = json.dumps(spoil(header)).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+        for command in ("pad-vocab", "save-init", "verify", "inspect"):
+            code, lines = run_failing_unchanged(capsys, command, "./m")
+            assert code in (1, 2)
+            assert "model.safetensors" in " ".join(lines)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"vocab_size": "many"},
-        {"vocab_size": -1},
-        {"vocab_size": 0},
-        {"vocab_size": 10**15},
-        {"num_heads": 0},
-        {"num_heads": 5},
-        {"num_layers": 10**9},
-        {"num_layers": None},
-        {"hidden_size": 2.5},
-        {"hidden_size": [32]},
-        {"true_vocab_size": 999},
-        {"model_type": None},
-        {"model_type": ["gpt_neo"]},
-    ],
-)
-def test_invalid_config_is_an_error(capsys, changes: dict[str, object]):
+INVALID_FIELDS: list[dict[str, object]] = [
+    {"vocab_size": "many"},
+    {"vocab_size": -1},
+    {"vocab_size": 0},
+    {"vocab_size": 10**15},
+    {"num_heads": 0},
+    {"num_heads": 5},
+    {"num_layers": 10**9},
+    {"num_layers": None},
+    {"hidden_size": 2.5},
+    {"hidden_size": [32]},
+    {"true_vocab_size": 999},
+    {"model_type": None},
+    {"model_type": ["gpt_neo"]},
+]
+
+
+def test_invalid_config_is_an_error(capsys):
     make_checkpoint(Path("m"))
-    edit_config("m", **changes)
-    code, lines = run_failing_unchanged(capsys, "save-init", "./m", "--no-verbatim")
-    assert code in (1, 2)
-    assert "bug in prep" not in lines[0]
+    config = Path("m/config.json").read_bytes()
+    for changes in INVALID_FIELDS:
+        edit_config("m", **changes)
+        code, lines = run_failing_unchanged(capsys, "save-init", "./m", "--no-verbatim")
+        assert code in (1, 2), changes
+        assert "bug in prep" not in lines[0], changes
+        Path("m/config.json").write_bytes(config)
 
 
 def test_invalid_manifest_is_an_error(capsys):
@@ -393,36 +394,32 @@ def test_deeply_nested_json_is_rejected(capsys, name: str):
 @pytest.mark.parametrize(
     "name", ["o" * 247, "é" * 123, "o" * 250, "o" * 300, "/".join(["o" * 200] * 30)]
 )
-@pytest.mark.parametrize("command", ["pad-vocab", "save-init"])
-def test_long_name_of_an_output_is_written_or_refused(capsys, command: str, name: str):
+def test_long_name_of_an_output_is_written_or_refused(capsys, name: str):
     """The suffix `.partial` makes a name longer than a file system allows."""
     make_checkpoint(Path("m"), LLAMA)
     if len(os.fsencode(name)) <= 247:
-        run_ok(command, "m", "--out", name)
+        run_ok("save-init", "m", "--out", name)
         return
-    code, lines = run_failing_unchanged(capsys, command, "m", "--out", name)
+    code, lines = run_failing_unchanged(capsys, "save-init", "m", "--out", name)
     assert code in (1, 2)
     assert "is too long" in lines[0] or "File name too long" in lines[1]
     assert "247 bytes" in lines[-1] or "at most 255 bytes" in lines[-1]
     assert max(map(len, lines)) < 200
 
 
-@pytest.mark.parametrize("command", ["export", "verify", "inspect", "reshard"])
-def test_folder_of_several_checkpoints_is_an_error(capsys, command: str):
+def test_folder_of_several_checkpoints_is_an_error(capsys):
     """The folder has one Orbax item beside another checkpoint. Neither may be chosen silently."""
     Path("models").mkdir()
     make_checkpoint(Path("models/m"), LLAMA)
     run_ok("save-init", "models/m", "--out", "models/m-init")
     capsys.readouterr()
-    code, lines = run_failing_unchanged(capsys, command, "models")
-    assert (code, lines) == (
-        1,
-        [
-            "error: `models` holds 2 checkpoints",
-            "  why: a command reads one",
-            " hint: name one: `models/m`, `models/m-init`",
-        ],
-    )
+    expected = [
+        "error: `models` holds 2 checkpoints",
+        "  why: a command reads one",
+        " hint: name one: `models/m`, `models/m-init`",
+    ]
+    for command in ("export", "verify", "inspect", "reshard"):
+        assert run_failing_unchanged(capsys, command, "models") == (1, expected)
 
 
 def test_only_item_of_a_folder_is_still_read(capsys):

@@ -14,7 +14,14 @@ from prepcli.commands.cli.main import main
 from prepcli.formats import msgpack_layout
 from tests.helpers.golden_flax import FILES, LLAMA, MODELS, decode_msgpack
 from tests.helpers.llama_trees import expected_output, read_output
-from tests.helpers.run_cli import Capture, MonkeyPatch, exported_tensors, run_failing, run_ok
+from tests.helpers.run_cli import (
+    Capture,
+    MonkeyPatch,
+    exported_tensors,
+    run_failing,
+    run_json,
+    run_ok,
+)
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import (
     FAMILY_CONFIGS,
@@ -35,35 +42,41 @@ FLAX_FOLDERS = [*(model / "flax" for model in MODELS), LLAMA / "sharded"]
 OTHER_FILES = [name.removeprefix("llama/") for name in FILES if name.count("/") == 1]
 
 
+def inspected_source(capsys: Capture, *words: str) -> dict[str, Any]:
+    return run_json(capsys, "inspect", *words)["source"]
+
+
 # Golden files
 
 
 @pytest.mark.parametrize(
     "folder",
-    slow_except(FLAX_FOLDERS, FLAX_FOLDERS[::2]),
+    slow_except(FLAX_FOLDERS, [LLAMA / "flax", LLAMA / "sharded"]),
     ids=[f"{path.parent.name}-{path.name}" for path in FLAX_FOLDERS],
 )
-def test_flax_files_of_transformers_are_read(folder: Path):
+def test_flax_files_of_transformers_are_read(capsys: Capture, folder: Path):
+    expected = inspected_source(capsys, str(folder.parent / "hf"))["parameters"]
+    assert inspected_source(capsys, str(folder))["parameters"] == expected > 0
     run_ok("save-init", str(folder), "--out", "init")
     run_ok("verify", "init", str(folder.parent / "hf"))
     run_ok("verify", str(folder), str(folder.parent / "hf"))
     assert_same(exported_tensors("init"), read_tensors(folder.parent / "hf"))
 
 
-@pytest.mark.parametrize("name", OTHER_FILES)
-def test_files_of_flax_and_easylm_are_read(name: str):
-    run_ok(
-        "save-init",
-        str(LLAMA / name),
-        "--config",
-        str(LLAMA / "hf"),
-        "--mesh",
-        "1,2,1",
-        "--out",
-        "init",
-    )
+FAST_FILES = ["boxed.msgpack", "stacked_1", "streaming_train_state"]
+
+
+@pytest.mark.parametrize("name", slow_except(OTHER_FILES, FAST_FILES))
+def test_files_of_flax_and_easylm_are_read(capsys: Capture, name: str):
+    words = ("--config", str(LLAMA / "hf"), "--mesh", "1,2,1", "--out", "init")
+    run_ok("save-init", str(LLAMA / name), *words)
     run_ok("verify", "init", str(LLAMA / "hf"))
     assert_same(exported_tensors("init"), read_tensors(LLAMA / "hf"))
+    expected = inspected_source(capsys, str(LLAMA / "hf"))["parameters"]
+    source = inspected_source(capsys, str(LLAMA / name), "--config", str(LLAMA / "hf"))
+    assert (source["family"], source["parameters"]) == ("llama", expected)
+    assert main(["inspect", str(LLAMA / name)]) == 0
+    assert "unknown family (no config.json: `--config PATH`)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("part", ["trainstate", "trainstate_params", "params", "flax_params"])
@@ -75,14 +88,8 @@ def test_files_of_flax_and_easylm_are_read(name: str):
 )
 def test_easylm_part_prefix_must_match_the_file(capsys: Capture, part: str, name: str):
     right = {"streaming_params": ("params",), "flax_params.msgpack": ("flax_params",)}
-    args = (
-        "save-init",
-        f"{part}::{LLAMA / name}",
-        "--config",
-        str(LLAMA / "hf/config.json"),
-        "--out",
-        "init",
-    )
+    config = ("--config", str(LLAMA / "hf/config.json"))
+    args = ("save-init", f"{part}::{LLAMA / name}", *config, "--out", "init")
     if part in right.get(name, ("trainstate", "trainstate_params")):
         run_ok(*args)
         run_ok("verify", "init", str(LLAMA / "hf"))
@@ -98,20 +105,13 @@ def test_easylm_part_prefix_must_match_the_file(capsys: Capture, part: str, name
 
 
 def test_dropped_training_state_is_listed(capsys: Capture):
-    name, config = str(LLAMA / "streaming_train_state"), str(LLAMA / "hf")
-    assert (
-        main(["save-init", f"trainstate::{name}", "--config", config, "--dry-run", "--json"]) == 0
-    )
-    dropped = json.loads(capsys.readouterr().out)["accounting"]["dropped"]
-    assert [(d["name"], d["rule"]) for d in dropped] == [
-        ("opt_state", "optimizer state"),
-        ("step", "training state"),
-    ]
-    assert (
-        main(["save-init", f"trainstate_params::{name}", "--config", config, "--dry-run", "--json"])
-        == 0
-    )
-    assert json.loads(capsys.readouterr().out)["accounting"]["dropped"] == []
+    name = str(LLAMA / "streaming_train_state")
+    words = ("--config", str(LLAMA / "hf"), "--dry-run")
+    report = run_json(capsys, "save-init", f"trainstate::{name}", *words)
+    dropped = [(entry["name"], entry["rule"]) for entry in report["accounting"]["dropped"]]
+    assert dropped == [("opt_state", "optimizer state"), ("step", "training state")]
+    report = run_json(capsys, "save-init", f"trainstate_params::{name}", *words)
+    assert report["accounting"]["dropped"] == []
 
 
 @pytest.mark.parametrize(
@@ -141,22 +141,14 @@ def test_sharded_flax_export_equals_files_of_transformers():
     run_ok("verify", "out", str(LLAMA / "hf"))
 
 
-@pytest.mark.parametrize(
-    ("layout", "file", "memory", "piece_nbytes"),
-    slow_except(
-        [
-            ("easylm", "streaming_params", "512MiB", None),
-            ("easylm-scanned", "stacked_0", "512MiB", None),
-            ("easylm", "streaming_pieces", "512MiB", 600),
-            ("easylm", "streaming_pieces", "32MiB", 600),
-        ],
-        [
-            ("easylm", "streaming_params", "512MiB", None),
-            ("easylm-scanned", "stacked_0", "512MiB", None),
-            ("easylm", "streaming_pieces", "32MiB", 600),
-        ],
-    ),
-)
+EASYLM_CASES = [  # layout, file, memory, and size of a piece
+    ("easylm", "streaming_params", "512MiB", None),
+    ("easylm-scanned", "stacked_0", "512MiB", None),
+    ("easylm", "streaming_pieces", "32MiB", 600),
+]
+
+
+@pytest.mark.parametrize(("layout", "file", "memory", "piece_nbytes"), EASYLM_CASES)
 def test_easylm_export_equals_file_of_easylm(
     layout: str, file: str, memory: str, piece_nbytes: int | None, monkeypatch: MonkeyPatch
 ):
@@ -205,41 +197,6 @@ def test_flax_export_round_trips(family: str, layout: str, tied: bool, dtype: st
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    slow_except([("gpt_neo", "hf-flax"), ("llama", "easylm")], [("llama", "easylm")]),
-)
-def test_flax_export_keeps_padding(family: str, layout: str):
-    tensors = make_checkpoint(Path("m"), BASES[family])
-    run_ok("save-init", "./m", "--pad-vocab", "8", "--init", "mean", "--out", "init")
-    run_ok("export", "init", "--layout", layout, "--keep-padding", "--out", "there")
-    assert json.loads(Path("there/config.json").read_text())["vocab_size"] == 136
-    run_ok("verify", "there")
-    run_ok("verify", "there", "./m")
-    run_ok("verify", "there", "init")
-    run_ok("export", "there", "--keep-padding", "--out", "back")
-    actual = read_tensors(Path("back"))
-    assert actual.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert len(actual[name]) == (136 if len(tensor) == 131 else len(tensor))
-        assert same_bits(actual[name][: len(tensor)], tensor)
-
-
-@pytest.mark.slow
-def test_hf_folder_exports_to_flax_without_init():
-    tensors = make_checkpoint(Path("m"), GPT_NEO)
-    run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
-    run_ok("export", "there", "--out", "back")
-    assert_same(read_tensors(Path("back")), tensors)
-    run_ok("pad-vocab", "there", "--multiple", "8", "--out", "padded")
-    for name in ("there", "back", "padded"):
-        run_ok("verify", name, "./m")
-    padded = read_tensors(Path("padded"))
-    assert all(same_bits(padded[name][: len(value)], value) for name, value in tensors.items())
-    assert [path.name for path in Path("padded").glob("*.safetensors")] == ["model.safetensors"]
-
-
 def test_tied_head_is_stored_for_flax_llama():
     tensors = make_checkpoint(Path("m"), LLAMA_CONFIG, tied=True)
     run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
@@ -267,47 +224,41 @@ def test_flax_export_keeps_names_without_prefix():
     assert_same(read_tensors(Path("back")), bare)
 
 
-def test_easylm_rejects_llama_biases(capsys: Capture):
-    make_checkpoint(Path("m"), LLAMA_CONFIG, attention_bias=True)
-    run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
-    run_ok("verify", "there", "./m")
-    stderr = run_failing(capsys, 1, "export", "./m", "--layout", "easylm")
-    assert "the layout has no place for model.layers.0.self_attn.k_proj.bias" in stderr
+BIASES = [  # layout, family, fields of the config, and the error
+    (
+        "easylm",
+        "llama",
+        {"attention_bias": True},
+        "has no place for model.layers.0.self_attn.k_proj.bias",
+    ),
+    ("hf-flax", "llama", {"mlp_bias": True}, "has no place for model.layers.0.mlp.down_proj.bias"),
+    ("hf-flax", "opt", {"enable_bias": False}, "needs model.decoder.layers.0.fc1.bias"),
+]
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "why"),
-    [
-        (
-            "llama",
-            {"mlp_bias": True},
-            "the layout has no place for model.layers.0.mlp.down_proj.bias",
-        ),
-        ("opt", {"enable_bias": False}, "the layout needs model.decoder.layers.0.fc1.bias"),
-    ],
-)
-def test_flax_rejects_unsupported_biases(
-    capsys: Capture, family: str, changes: dict[str, Any], why: str
+@pytest.mark.parametrize(("layout", "family", "changes", "why"), BIASES)
+def test_layout_rejects_unsupported_biases(
+    capsys: Capture, layout: str, family: str, changes: dict[str, Any], why: str
 ):
     make_checkpoint(Path("m"), {**FAMILY_CONFIGS, "llama": LLAMA_CONFIG}[family], **changes)
-    assert why in run_failing(capsys, 1, "export", "./m", "--layout", "hf-flax")
+    assert f"the layout {why}" in run_failing(capsys, 1, "export", "./m", "--layout", layout)
 
 
 # Errors
 
 
-@pytest.mark.parametrize(
-    ("options", "advice"),
-    [
-        (["--layout", "keras"], "the layouts are hf, hf-flax, easylm"),
-        (["--layout", "hf-flax", "--format", "stream"], "or use `--layout easylm`"),
-        (["--format", "msgpack"], "or use `--layout hf-flax`"),
-        (["--layout", "easylm", "--format", "safetensors"], "or use `--layout hf`"),
-    ],
-)
-def test_unsupported_layout_and_format_are_rejected(
-    options: list[str], advice: str, capsys: Capture
-):
+# Options of `prep export`, and a part of the error
+REFUSED_OPTIONS = [
+    (["--layout", "keras"], "the layouts are hf, hf-flax, easylm"),
+    (["--layout", "hf-flax", "--format", "stream"], "or use `--layout easylm`"),
+    (["--format", "msgpack"], "or use `--layout hf-flax`"),
+    (["--layout", "easylm", "--format", "safetensors"], "or use `--layout hf`"),
+    (["--layout", "easylm", "--shard-size", "1MB"], "`--shard-size` is not supported for streams"),
+]
+
+
+@pytest.mark.parametrize(("options", "advice"), REFUSED_OPTIONS)
+def test_unsupported_options_are_rejected(options: list[str], advice: str, capsys: Capture):
     make_checkpoint(Path("m"), LLAMA_CONFIG)
     assert advice in run_failing(capsys, 2, "export", "./m", *options)
 
@@ -315,12 +266,6 @@ def test_unsupported_layout_and_format_are_rejected(
 def test_layout_unsupported_by_family_is_rejected(capsys: Capture):
     make_checkpoint(Path("m"), GPT_NEO)
     assert "supported: hf, hf-flax" in run_failing(capsys, 2, "export", "./m", "--layout", "easylm")
-
-
-def test_shard_size_is_rejected_for_streams(capsys: Capture):
-    make_checkpoint(Path("m"), LLAMA_CONFIG)
-    stderr = run_failing(capsys, 2, "export", "./m", "--layout", "easylm", "--shard-size", "1MB")
-    assert "`--shard-size` is not supported for streams" in stderr
 
 
 def test_flax_file_without_config_needs_config_option(capsys: Capture):
@@ -347,14 +292,7 @@ def test_config_of_other_model_is_rejected(capsys: Capture):
         ("model_type", "gpt_neo", "has no known layout"),
     ):
         Path("config.json").write_text(json.dumps({**config, key: value}))
-        args = (
-            "save-init",
-            str(LLAMA / "streaming_params"),
-            "--config",
-            "config.json",
-            "--out",
-            "init",
-        )
+        args = ("save-init", str(LLAMA / "streaming_params"), "--config", "config.json")
         assert why in run_failing(capsys, 1, *args), (key, value)
 
 
@@ -396,16 +334,8 @@ def test_output_does_not_replace_source_file(capsys: Capture):
     assert "is the source" in run_failing(
         capsys, 2, "save-init", "streaming_params", "--out", "streaming_params"
     )
-    stderr = run_failing(
-        capsys,
-        2,
-        "save-init",
-        "./streaming_params",
-        "--out",
-        "../" + Path().absolute().name,
-        "--overwrite",
-    )
-    assert "is inside the output" in stderr
+    words = ("save-init", "./streaming_params", "--out", f"../{Path().absolute().name}")
+    assert "is inside the output" in run_failing(capsys, 2, *words, "--overwrite")
 
 
 @pytest.mark.parametrize(
@@ -452,31 +382,6 @@ def test_inspect_lists_tensors_of_flax_files(capsys: Capture):
     stdout = capsys.readouterr().out
     assert "EasyLM stream, 1 file" in stdout
     assert "step is 0" in stdout
-
-
-def inspected_source(capsys: Capture, *words: str) -> dict[str, Any]:
-    capsys.readouterr()
-    assert main(["inspect", *words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)["source"]
-
-
-@pytest.mark.parametrize(
-    "folder", FLAX_FOLDERS, ids=[f"{path.parent.name}-{path.name}" for path in FLAX_FOLDERS]
-)
-def test_inspect_counts_parameters_of_flax_folders(capsys: Capture, folder: Path):
-    expected = inspected_source(capsys, str(folder.parent / "hf"))["parameters"]
-    assert inspected_source(capsys, str(folder))["parameters"] == expected > 0
-
-
-@pytest.mark.parametrize(
-    "name", slow_except(OTHER_FILES, ["boxed.msgpack", "stacked_1", "streaming_train_state"])
-)
-def test_inspect_reads_the_config_of_flax_files(capsys: Capture, name: str):
-    expected = inspected_source(capsys, str(LLAMA / "hf"))["parameters"]
-    source = inspected_source(capsys, str(LLAMA / name), "--config", str(LLAMA / "hf"))
-    assert (source["family"], source["parameters"]) == ("llama", expected)
-    assert main(["inspect", str(LLAMA / name)]) == 0
-    assert "unknown family (no config.json: `--config PATH`)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("layout", slow_except(["hf-flax", "easylm"], ["hf-flax"]))
