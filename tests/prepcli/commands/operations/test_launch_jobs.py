@@ -29,9 +29,8 @@ from tests.helpers.launched_jobs import (
 )
 from tests.helpers.object_server import serve_objects
 from tests.helpers.run_cli import Capture, MonkeyPatch
-from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, LLAMA, make_checkpoint
-from tests.helpers.training_folder import WORDS, make_training_folder, write_tokenizer
+from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
+from tests.helpers.training_folder import make_training_folder
 from tests.helpers.waiting import MAX_S, wait_until
 
 # Recipe, accelerator, devices, largest peak of one device in GB, and the words of `prep launch` in its comment
@@ -51,11 +50,6 @@ FULL_SIZE = [
         ["slurm", "--nodes", "2", "--devices-per-node", "8", "--time", "4:00:00"],
     ),
     ("gpt-j-6b", "v4", 32, 8, ["tpu", "--accelerator", "v4-64", "--zone", "us-central2-b"]),
-]
-TINY = [  # recipe, config, mesh, and other keys that depend on the size
-    ("llama-13b", LLAMA, "2,1,4", []),
-    ("gpt2", GPT2, "8,1,1", []),
-    ("gpt-j-6b", FAMILY_CONFIGS["gptj"], "1,4,2", ["optimizer.warmup_steps=1"]),
 ]
 
 
@@ -108,38 +102,6 @@ def test_comments_of_recipes_name_no_folder() -> None:
     """A wheel has the recipes in its package, and no folder `recipes` here."""
     for recipe in recipes_folder().glob("*.toml"):
         assert "recipes/" not in recipe.read_text(), recipe.name
-
-
-# By default test_seed_recipes_train trains a shipped recipe, and a test above plans these.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "config", "mesh", "values"),
-    slow_except(TINY, TINY[1:2]),
-    ids=[name for name, *_ in TINY],
-)
-def test_launch_recipes_train(
-    name: str, config: dict[str, object], mesh: str, values: list[str], capsys: Capture
-):
-    make_checkpoint(Path("tiny"), config)
-    write_tokenizer(Path("tiny"))
-    assert main(["save-init", "tiny", "--mesh", mesh, "--pad-vocab", "auto", "-q"]) == OK
-    Path("train.jsonl").write_text(json.dumps({"text": " ".join(WORDS * 10)}) + "\n")
-    values = [
-        *values,
-        f"mesh={mesh}",
-        "model.path=tiny-init",
-        "data.path=train.jsonl",
-        "data.seq_length=16",
-    ]
-    sets = [word for value in values for word in ("--set", value)]
-    capsys.readouterr()
-    assert (
-        main(["train", str(recipes_folder() / f"{name}.toml"), "--out", "run", "--json", *sets])
-        == OK
-    )
-    report = json.loads(capsys.readouterr().out)
-    assert 0 < report["loss"] < 10
-    assert saved_steps(Path("run")) == [report["steps"]]
 
 
 # `prep launch ray` on a real Ray with two workers of this machine
@@ -277,36 +239,6 @@ def test_stopped_job_is_requeued_and_resumes(
     assert (fields["Restarts"], fields["ExitCode"]) == ("1", "0:0")
     assert "0: resuming at step" in log.read_text()
     assert saved_steps(Path("run"))[-1] == 60
-
-
-ARRAY_PREP = f"""#!/bin/bash
-export JAX_PLATFORMS=cpu
-exec {sys.executable} -m prepcli "$@"
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(slurm.missing_requirement()), reason=slurm.missing_requirement())
-def test_killed_task_of_an_array_is_requeued_alone(
-    cluster: dict[str, str], monkeypatch: MonkeyPatch, capsys: Capture
-):
-    for name, value in cluster.items():
-        monkeypatch.setenv(name, value)
-    make_checkpoint(Path("model"), LLAMA)
-    write_program(Path("bin/prep"), ARRAY_PREP)
-    words = ["save-init", "model", "--mesh", "1,2,1"]
-    assert main([*words, "--out", "one", "--processes", "1/0"]) == OK
-    launch = ["launch", "slurm", "--array", "3", "--setup", "export PATH=$PWD/bin:$PATH"]
-    capsys.readouterr()
-    assert main([*launch, "--submit", "--", *words, "--out", "three"]) == OK
-    job = capsys.readouterr().out.strip()
-    kill_share(3, 1)
-    # The requeued task first: SLURM would start it only after two minutes, and the other ones wait for it.
-    for task in (1, 0, 2):
-        fields = slurm.wait_for_job(f"{job}_{task}", cluster, state="COMPLETED")
-        log = Path(f"save-init-{job}_{task}.log").read_text()
-        assert (fields["Restarts"], fields["ExitCode"]) == (str(int(task == 1)), "0:0"), log
-    assert read_files(Path("three")) == read_files(Path("one"))
 
 
 # Each task takes all cores of a node. No local file may have more than 1 MiB.
