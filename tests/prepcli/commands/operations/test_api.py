@@ -384,9 +384,9 @@ def cross_entropy_metric(logits: Array, targets: Array) -> dict[str, Array]:
 
 
 def test_train_with_a_loss_function_logs_it_and_resumes_with_it(recipe: str):
-    changes = ("train.steps=4", "train.eval_every=2", "checkpoint.every=2")
-    first = prep.train(recipe, "run", overrides=changes, stop_after=2, loss_fn=doubled_loss)
-    assert (first.step, first.is_finished) == (2, False)
+    changes = ("train.steps=2", "train.eval_every=2", "checkpoint.every=1")
+    first = prep.train(recipe, "run", overrides=changes, stop_after=1, loss_fn=doubled_loss)
+    assert (first.step, first.is_finished) == (1, False)
     with pytest.raises(
         prep.PrepError,
         match=r"the loss function has changed since the run began - .*doubled_loss, now",
@@ -396,7 +396,7 @@ def test_train_with_a_loss_function_logs_it_and_resumes_with_it(recipe: str):
         recipe, "run", overrides=changes, loss_fn=doubled_loss, metric_fn=cross_entropy_metric
     )
     assert last.is_finished
-    with open_reader(Path("run/4"), verify=False) as reader:
+    with open_reader(Path("run/2"), verify=False) as reader:
         manifest = dict(reader.manifest)
     assert manifest["loss_fn"] == f"{__name__}.doubled_loss"
     lines = read_metrics(Path("run") / METRICS_FILE)
