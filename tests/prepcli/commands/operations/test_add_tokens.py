@@ -288,12 +288,13 @@ def write_other_tokenizer(name: str) -> None:
 
 def name_a_new_token_in_settings(name: str) -> None:
     size = write_model(Path("m")).get_vocab_size()
-    document = json.loads(Path("m", name).read_text())
+    path = Path("m", name)
+    document = json.loads(path.read_text())
     if name == "added_tokens.json":
         document["<tool>"] = 3
     else:
         document["added_tokens_decoder"][str(size)] = {"content": "old"}
-    write_json(Path("m", name), document)
+    write_json(path, document)
 
 
 def break_tokenizer() -> None:

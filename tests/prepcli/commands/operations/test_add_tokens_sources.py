@@ -218,13 +218,22 @@ def small_files(folder: str) -> dict[str, bytes]:
     return contents
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_pieces_are_added_and_removed_exactly(kind: models.Kind):
-    data = models.write_model(Path("m"), kind)
+# Kind of model, and whether its spaces follow words
+PIECE_MODELS: list[tuple[models.Kind, bool]] = [
+    (kind, suffix) for suffix in (False, True) for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("kind", "is_suffix"), slow_except(PIECE_MODELS, PIECE_MODELS[:3]))
+def test_pieces_are_added_and_removed_exactly(kind: models.Kind, is_suffix: bool):
+    data = models.write_model(Path("m"), kind, padding=20 * is_suffix)
+    if is_suffix:
+        data = models.train(kind, treat_whitespace_as_suffix=True)
+        Path("m", models.FILES[kind]).write_bytes(data)
     before = models.load(data)
     size = before.get_piece_size()
     tensors = read_tensors(Path("m"))
-    run_ok(*ADD, "--out", "added")
+    run_ok(*ADD, *(("--true-vocab", str(size)) if is_suffix else ()), "--out", "added")
     new_data = Path("added", models.FILES[kind]).read_bytes()
     assert new_data.startswith(data)
     after = models.load(new_data)
@@ -233,38 +242,24 @@ def test_pieces_are_added_and_removed_exactly(kind: models.Kind):
     for number, content in enumerate(PIECES):
         ids = after.encode(f"fox{content}dog")
         assert ids.count(size + number) == 1
-        assert after.decode(ids) == f"fox{content}dog"
-    added = read_tensors(Path("added"))
-    table = added[EMBEDDINGS[kind]]
-    assert table[:size].tobytes() == tensors[EMBEDDINGS[kind]].tobytes()
+        assert after.decode(ids) == f"fox{content}dog{' ' * is_suffix}"
+    added_ids = json.loads(Path("added/added_tokens.json").read_text())
+    assert added_ids.items() >= {content: size + n for n, content in enumerate(PIECES)}.items()
+    special = json.loads(Path("added/special_tokens_map.json").read_text())
+    assert special["additional_special_tokens"] == ["<end>"]
+    name = EMBEDDINGS[kind]
+    table = read_tensors(Path("added"))[name]
+    assert table[:size].tobytes() == tensors[name][:size].tobytes()
+    # The space beside the text is no piece of the token.
     pieces = [n for n in before.encode("<tool>") if n != before.piece_to_id("\u2581")]
-    mean = tensors[EMBEDDINGS[kind]][pieces].astype(np.float64).mean(axis=0)
+    mean = tensors[name][pieces].astype(np.float64).mean(axis=0)
     np.testing.assert_array_equal(table[size], mean.astype(np.float32))
     run_ok("verify", "added", "--chain")
     run_ok("remove-tokens", "./added", "--out", "removed")
     assert small_files("removed") == small_files("m")
-    assert_same(read_tensors(Path("removed")), tensors)
     run_ok("verify", "removed", "--chain")
-
-
-@pytest.mark.parametrize("kind", slow_except(KINDS, ["bpe"]))
-def test_pieces_are_added_to_a_model_with_spaces_after_words(kind: models.Kind):
-    models.write_model(Path("m"), kind, padding=20)
-    data = models.train(kind, treat_whitespace_as_suffix=True)
-    Path("m", models.FILES[kind]).write_bytes(data)
-    before = models.load(data)
-    size = before.get_piece_size()
-    run_ok(*ADD, "--true-vocab", str(size), "--out", "added")
-    after = models.load(Path("added", models.FILES[kind]).read_bytes())
-    assert after.encode(TEXTS, out_type=int) == before.encode(TEXTS, out_type=int)
-    assert after.encode("fox<tool>dog").count(size) == 1
-    # The space after the text is no piece of the token.
-    pieces = [n for n in before.encode("<tool>") if n != before.piece_to_id("\u2581")]
-    table = read_tensors(Path("m"))[EMBEDDINGS[kind]]
-    mean = table[pieces].astype(np.float64).mean(axis=0).astype(np.float32)
-    np.testing.assert_array_equal(read_tensors(Path("added"))[EMBEDDINGS[kind]][size], mean)
-    run_ok("remove-tokens", "./added", "--out", "removed")
-    assert small_files("removed") == small_files("m")
+    if not is_suffix:
+        assert_same(read_tensors(Path("removed")), tensors)
 
 
 @pytest.mark.slow
@@ -283,16 +278,6 @@ def test_transformers_loads_the_pieces(kind: models.Kind):
         assert after(f"fox{content}dog").input_ids.count(token_id) == 1
 
 
-def test_settings_get_the_pieces():
-    data = models.write_model(Path("m"), "bpe")
-    size = models.load(data).get_piece_size()
-    run_ok(*ADD, "--out", "added")
-    ids = json.loads(Path("added/added_tokens.json").read_text())
-    assert ids == {"<unk>": 0} | {content: size + n for n, content in enumerate(PIECES)}
-    special = json.loads(Path("added/special_tokens_map.json").read_text())
-    assert special["additional_special_tokens"] == ["<end>"]
-
-
 def test_second_addition_of_pieces_is_removed_first():
     data = models.write_model(Path("m"), "bpe", padding=20)
     size = str(models.load(data).get_piece_size())
@@ -305,21 +290,47 @@ def test_second_addition_of_pieces_is_removed_first():
     assert small_files("removed") == small_files("m")
 
 
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        (["two words"], "'two words' has a space"),
-        ([{"content": "<a>", "lstrip": True}], "has no `lstrip`"),
-        (["</s>"], "has these tokens already: '</s>'"),
-        (["</s>x"], "'</s>x' contains '</s>'"),
-        (["a\0b"], "'a\\x00b' has the character U+0000"),
-    ],
-)
-def test_pieces_without_a_meaning_are_refused(tokens: list[object], message: str, capsys: Capture):
-    models.write_model(Path("m"), "bpe")
+def write_pieces(tokens: object = PIECE_TOKENS, **settings: object) -> None:
+    """Write a model of pieces, a list of tokens, and JSON files of the model."""
+    models.write_model(Path("m"), "bpe", padding=20 if settings else 0)
     write_json(Path("pieces.json"), tokens)
-    code, lines = run_failing_unchanged(capsys, *ADD)
-    assert code == USAGE
+    for name, content in settings.items():
+        write_json(Path("m", f"{name}.json"), content)
+
+
+def write_model_of(data: bytes) -> None:
+    make_checkpoint(Path("m"), LLAMA)
+    Path("m/tokenizer.model").write_bytes(data)
+
+
+NOT_A_MODEL = "is not a SentencePiece model"
+# What is written; the code, and a part of the error
+REFUSED_PIECES: list[tuple[Callable[[], object], int, str]] = [
+    (lambda: write_pieces(["two words"]), USAGE, "'two words' has a space"),
+    (lambda: write_pieces([{"content": "<a>", "lstrip": True}]), USAGE, "has no `lstrip`"),
+    (lambda: write_pieces(["</s>"]), USAGE, "has these tokens already: '</s>'"),
+    (lambda: write_pieces(["</s>x"]), USAGE, "'</s>x' contains '</s>'"),
+    (lambda: write_pieces(["a\0b"]), USAGE, "'a\\x00b' has the character U+0000"),
+    (lambda: write_pieces(added_tokens={"<pad>": 400}), USAGE, "the ids from 400 on follow"),
+    (
+        lambda: write_pieces(tokenizer_config={"tokenizer_class": "T5Tokenizer"}),
+        USAGE,
+        "puts 100 sentinels after",
+    ),
+    (lambda: write_model_of(b"x"), FAILED, NOT_A_MODEL),
+    (lambda: write_model_of(b"\x0a\xff"), FAILED, NOT_A_MODEL),
+    (lambda: write_model_of(b"\x0a\x03\x0a\x05a"), FAILED, NOT_A_MODEL),
+    (lambda: write_model_of(b"\x80" * 20), FAILED, NOT_A_MODEL),
+]
+
+
+@pytest.mark.parametrize(("write", "code", "message"), REFUSED_PIECES)
+def test_pieces_that_do_not_fit_are_refused(
+    write: Callable[[], object], code: int, message: str, capsys: Capture
+):
+    write()
+    actual, lines = run_failing_unchanged(capsys, *ADD)
+    assert actual == code
     assert message in " ".join(lines)
 
 
@@ -341,31 +352,6 @@ def test_tokens_are_not_removed_from_another_tokenizer(capsys: Capture):
     err = run_failing(capsys, FAILED, "remove-tokens", "./added", "--out", "removed")
     assert "tokenizer.json has no record of added tokens" in " ".join(err.split())
     assert not Path("removed").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("added_tokens.json", {"<pad>": 400}, "the ids from 400 on follow"),
-        ("tokenizer_config.json", {"tokenizer_class": "T5Tokenizer"}, "puts 100 sentinels after"),
-    ],
-)
-def test_tokens_after_the_pieces_are_refused(
-    name: str, content: object, message: str, capsys: Capture
-):
-    models.write_model(Path("m"), "bpe", padding=20)
-    write_json(Path("m", name), content)
-    err = run_failing(capsys, USAGE, *ADD)
-    assert message in " ".join(err.split())
-
-
-@pytest.mark.parametrize("data", [b"x", b"\x0a\xff", b"\x0a\x03\x0a\x05a", b"\x80" * 20])
-def test_broken_model_is_one_error(data: bytes, capsys: Capture):
-    make_checkpoint(Path("m"), LLAMA)
-    Path("m/tokenizer.model").write_bytes(data)
-    code, lines = run_failing_unchanged(capsys, *ADD)
-    assert code == FAILED
-    assert "is not a SentencePiece model" in lines[0]
 
 
 # `prep verify --chain` through outputs of `add-tokens` and `remove-tokens`
