@@ -81,7 +81,7 @@ def convert_locally(site: StoreSite, arguments: Sequence[str]) -> dict[str, byte
     return read_files(Path("local"))
 
 
-@pytest.mark.parametrize("name", slow_except(COMMANDS, ("save-init", "export", "pad-vocab")))
+@pytest.mark.parametrize("name", slow_except(COMMANDS, ("save-init", "export")))
 def test_bucket_output_has_the_bytes_of_a_local_one(site: StoreSite, home: Path, name: str):
     arguments = words(name, home)
     expected = convert_locally(site, arguments)

@@ -43,7 +43,7 @@ from tests.helpers.tiny_checkpoints import (
 pytestmark = pytest.mark.waits
 OUT = "s3://bucket/out"
 READ_FAULTS = ("drop", "empty", "refuse", "busy", "limit", "short")
-SAVE_INIT = ("save-init", "gs://bucket/models/m", "--mesh", "1,2,2", "--pad-vocab", "8")
+STORED = ("--storage", "files", "--out", "gs://bucket/files")
 
 
 @pytest.mark.parametrize("words", [(), pytest.param(("--format", "dcp"), marks=pytest.mark.slow)])
@@ -69,11 +69,12 @@ def test_verify_requests_each_small_file_once(site: StoreSite, home: Path):
 
 
 def test_commands_read_and_write_chunk_files_in_a_bucket(
-    site: StoreSite, home: Path, monkeypatch: MonkeyPatch
+    site: StoreSite, packed: Path, monkeypatch: MonkeyPatch
 ):
+    upload(site, packed / "m", "m")
     monkeypatch.setattr(orbax_item, "MAX_OPEN_FILES", 3)
     site.store.faults.rate, site.store.faults.kinds = 0.1, READ_FAULTS
-    report = site.run_prep(*SAVE_INIT, "--storage", "files", "--out", "gs://bucket/files")
+    report = site.run_prep("save-init", "gs://bucket/m", *MESH, *STORED)
     assert report["ok"], report.get("error")
     site.store.requests.clear()
     report = site.run_prep("inspect", "gs://bucket/files")
@@ -84,9 +85,9 @@ def test_commands_read_and_write_chunk_files_in_a_bucket(
     report = site.run_prep("reshard", "gs://bucket/files", *words)
     assert report["ok"], report.get("error")
     for name in ("wide", "gs://bucket/files"):
-        assert site.run_prep("verify", name, str(home / "m"))["differences"] == []
+        assert site.run_prep("verify", name, str(packed / "m"))["differences"] == []
     params = prep.load_params("gs://bucket/files")
-    assert params["embed"]["tokens"].shape == (4008, 256)
+    assert params["embed"]["tokens"].shape == (136, 32)
     report = site.run_prep("lock", "gs://bucket/files", "--out", "files.lock.json")
     assert report["ok"], report
     locked = json.loads(Path("files.lock.json").read_bytes())["files"]

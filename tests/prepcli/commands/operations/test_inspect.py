@@ -24,7 +24,7 @@ from prepcli.commands.pages.inspection_page import MAX_DRAWINGS, MAX_ROWS
 from prepcli.core.errors import FAILED, OK, USAGE
 from prepcli.sources.aliases import ALIASES
 from tests.helpers.quantized_folders import make_quantized
-from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_ok
+from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_json, run_ok
 from tests.helpers.run_inspect import SMALL_LLAMA, make_model_and_init
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors
@@ -157,7 +157,7 @@ def inspect_page(*arguments: str, code: int = OK) -> Page:
     return Page(Path("page.html"))
 
 
-def test_page_has_facts_and_tree(capsys: Capture):
+def test_page_has_facts_tree_shards_and_statistics():
     tensors = make_checkpoint(Path("model"), SMALL_LLAMA, files=1)
     page = inspect_page("model")
     number_of_values = sum(tensor.size for tensor in tensors.values())
@@ -167,13 +167,18 @@ def test_page_has_facts_and_tree(capsys: Capture):
     # Without a mesh there is nothing to split, and statistics would read the data.
     assert "device" not in page.text
     assert "Statistics" not in page.text
-
-
-def test_page_needs_no_network_and_no_script():
-    make_checkpoint(Path("model"), SMALL_LLAMA, files=1)
     page = inspect_page("model", "--mesh", "1,2,2", "--stats")
+    # The page needs no network and no script.
     assert not {"script", "link", "img", "iframe"} & {*page.tags}
     assert "http" not in page.source
+    # 12 rows over mp and 8 columns over fsdp: device 3 holds the last quarter of the embedding.
+    assert "device 3: rows 6:12, columns 4:8" in page.text
+    assert page.tags.count("section") <= MAX_DRAWINGS + 1
+    name, values = next(iter(tensors.items()))
+    row = page.texts.index(name)
+    minimum, maximum = page.texts[row + 3 : row + 5]
+    np.testing.assert_allclose(float(minimum), values.min(), rtol=1e-5)
+    np.testing.assert_allclose(float(maximum), values.max(), rtol=1e-5)
 
 
 def test_page_states_the_bytes_that_jax_places_on_a_device(capsys: Capture):
@@ -196,14 +201,9 @@ def test_mesh_of_the_user_replaces_the_mesh_of_the_manifest(capsys: Capture):
     make_model_and_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
     assert "Parameters on 4 devices" in inspect_page("init").text
     assert "Parameters on 2 devices" in inspect_page("init", "--mesh", "1,1,2").text
-
-
-def test_shards_are_drawn_with_their_devices():
-    make_checkpoint(Path("model"), SMALL_LLAMA, files=1)
-    page = inspect_page("model", "--mesh", "1,2,2")
-    # 12 rows over mp and 8 columns over fsdp: device 3 holds the last quarter of the embedding.
-    assert "device 3: rows 6:12, columns 4:8" in page.text
-    assert page.tags.count("section") <= MAX_DRAWINGS
+    document = run_json(capsys, "inspect", "init", "--html", "page.html")
+    assert document["output"] == "page.html"
+    assert document["source"]["family"] == "llama"
 
 
 def test_shards_of_large_meshes_are_drawn_as_text():
@@ -213,16 +213,6 @@ def test_shards_of_large_meshes_are_drawn_as_text():
     assert "vocab down; embed across" in page.text
 
 
-def test_statistics_equal_numpy():
-    tensors = make_checkpoint(Path("model"), SMALL_LLAMA, files=1)
-    page = inspect_page("model", "--stats")
-    name, values = next(iter(tensors.items()))
-    row = page.texts.index(name)
-    minimum, maximum = page.texts[row + 3 : row + 5]
-    np.testing.assert_allclose(float(minimum), values.min(), rtol=1e-5)
-    np.testing.assert_allclose(float(maximum), values.max(), rtol=1e-5)
-
-
 def test_differences_are_listed_and_fail(capsys: Capture):
     make_checkpoint(Path("model"), SMALL_LLAMA, files=1)
     make_checkpoint(Path("wide"), SMALL_LLAMA | {"intermediate_size": 24}, files=1)
@@ -230,14 +220,6 @@ def test_differences_are_listed_and_fail(capsys: Capture):
     row = page.texts.index("model.layers.0.mlp.up_proj.weight")
     assert page.texts[row + 1 : row + 3] == ["[16, 8] float32", "[24, 8] float32"]
     assert "differ in 6 of 21 tensors" in capsys.readouterr().err
-
-
-def test_json_names_the_page(capsys: Capture):
-    make_checkpoint(Path("model"), SMALL_LLAMA, files=1)
-    assert main(["inspect", "model", "--html", "page.html", "--json"]) == OK
-    document = json.loads(capsys.readouterr().out)
-    assert document["output"] == "page.html"
-    assert document["source"]["family"] == "llama"
 
 
 def test_hostile_names_are_escaped():
@@ -259,26 +241,23 @@ def test_long_trees_and_tables_are_cut():
     assert sum(text in tensors for text in page.texts) == 2 * MAX_ROWS
 
 
-@pytest.mark.parametrize("view", [("--tree",), ("--shards", "embed.tokens")])
-def test_views_that_the_page_has_anyway_are_refused(view: tuple[str, ...], capsys: Capture):
+# Options beside `--html page.html`, and a part of the error
+REFUSED_PAGES = [
+    (("--tree",), "`--tree"),
+    (("--shards", "embed.tokens"), "`--shards"),
+    (("--mesh", "1,1,5"), "5"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED_PAGES)
+def test_refused_options_write_no_page(options: tuple[str, ...], message: str, capsys: Capture):
     make_checkpoint(Path("model"), SMALL_LLAMA, files=1)
-    assert main(["inspect", "model", "--html", "page.html", *view]) == USAGE
-    assert f"`{view[0]}" in capsys.readouterr().err
+    words = ("inspect", "model", "--html")
+    assert message in run_failing(capsys, USAGE, *words, "page.html", *options)
     assert not Path("page.html").exists()
-
-
-def test_other_files_are_not_replaced():
-    make_checkpoint(Path("model"), SMALL_LLAMA, files=1)
     before = Path("model/config.json").read_bytes()
-    assert main(["inspect", "model", "--html", "model/config.json"]) == FAILED
+    assert main([*words, "model/config.json"]) == FAILED
     assert Path("model/config.json").read_bytes() == before
-
-
-def test_mesh_that_does_not_divide_writes_no_page(capsys: Capture):
-    make_checkpoint(Path("model"), SMALL_LLAMA, files=1)
-    assert main(["inspect", "model", "--html", "page.html", "--mesh", "1,1,5"]) == USAGE
-    assert "5" in capsys.readouterr().err
-    assert not Path("page.html").exists()
 
 
 # Tables of the commands in terminals of 60, 80 and 120 columns: no line is longer, and no name is cut
