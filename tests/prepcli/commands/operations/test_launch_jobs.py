@@ -35,21 +35,9 @@ from tests.helpers.waiting import MAX_S, wait_until
 
 # Recipe, accelerator, devices, largest peak of one device in GB, and the words of `prep launch` in its comment
 FULL_SIZE = [
-    (
-        "llama-13b",
-        "H100",
-        16,
-        37,
-        ["slurm", "--nodes", "2", "--devices-per-node", "8", "--time", "24:00:00"],
-    ),
-    (
-        "gpt2",
-        "A100-40",
-        16,
-        12,
-        ["slurm", "--nodes", "2", "--devices-per-node", "8", "--time", "4:00:00"],
-    ),
-    ("gpt-j-6b", "v4", 32, 8, ["tpu", "--accelerator", "v4-64", "--zone", "us-central2-b"]),
+    ("llama-13b", "H100", 16, 37, "slurm --nodes 2 --devices-per-node 8 --time 24:00:00"),
+    ("gpt2", "A100-40", 16, 12, "slurm --nodes 2 --devices-per-node 8 --time 4:00:00"),
+    ("gpt-j-6b", "v4", 32, 8, "tpu --accelerator v4-64 --zone us-central2-b"),
 ]
 
 
@@ -58,11 +46,9 @@ def _in_empty_folder(monkeypatch: MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-@pytest.mark.parametrize(
-    ("name", "devices", "count", "peak_gb", "launch"), FULL_SIZE, ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("name", "devices", "count", "peak_gb", "launch"), FULL_SIZE)
 def test_launch_recipes_fit_and_are_launched(
-    name: str, devices: str, count: int, peak_gb: float, launch: list[str], capsys: Capture
+    name: str, devices: str, count: int, peak_gb: float, launch: str, capsys: Capture
 ):
     recipe = recipes_folder() / f"{name}.toml"
     capsys.readouterr()
@@ -70,7 +56,7 @@ def test_launch_recipes_fit_and_are_launched(
     report = json.loads(capsys.readouterr().out)
     assert (report["devices"], report["kinds"][0]["fits"], report["warnings"]) == (count, True, [])
     assert report["memory"]["peak"] < peak_gb * 10**9
-    target, *options = launch
+    target, *options = launch.split()
     assert f"prep launch {target} {name} {' '.join(options)}" in recipe.read_text()
     assert main(["launch", target, name, *options]) == OK
     assert "prep train" in capsys.readouterr().out
@@ -205,31 +191,9 @@ def test_stopped_job_is_requeued_and_resumes(
     make_training_folder()
     write_program(Path("bin/prep"), PREP)
     capsys.readouterr()
-    command = [
-        "launch",
-        "slurm",
-        "recipe.toml",
-        "--nodes",
-        "2",
-        "--setup",
-        "export PATH=$PWD/bin:$PATH",
-        "--submit",
-    ]
-    assert (
-        main(
-            [
-                *command,
-                "--",
-                "--out",
-                "run",
-                "--set",
-                "train.steps=60",
-                "--set",
-                "checkpoint.every=60",
-            ]
-        )
-        == OK
-    )
+    words = ["--nodes", "2", "--setup", "export PATH=$PWD/bin:$PATH", "--submit", "--"]
+    sets = ["--set", "train.steps=60", "--set", "checkpoint.every=60"]
+    assert main(["launch", "slurm", "recipe.toml", *words, "--out", "run", *sets]) == OK
     job = capsys.readouterr().out.strip()
     log = Path(f"recipe-{job}.log")
     wait_for_text(log, "step  5/60")
