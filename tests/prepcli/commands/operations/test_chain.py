@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from safetensors.numpy import load_file, save_file
 
 import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, USAGE
 from prepcli.formats.manifest import record_file
-from prepcli.stores import byte_ranges
+from prepcli.restore.digest_checks import towers_digest
+from prepcli.sources.locate import Access, locate
+from prepcli.sources.opening import open_source
 from tests.helpers.adapters import make_adapter
 from tests.helpers.damage import flip_used_bit, tensor_place
 from tests.helpers.manifests import changed_manifest
-from tests.helpers.object_server import use_objects
 from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_json, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors
@@ -391,24 +393,6 @@ def test_options_that_a_chain_excludes_are_refused(capsys: Capture, words: list[
     assert "Traceback" not in run_failing(capsys, USAGE, "verify", *words)
 
 
-def test_chain_in_a_bucket_is_proven(chain: Path, monkeypatch: MonkeyPatch):
-    monkeypatch.setattr(byte_ranges, "FIRST_WAIT_S", 0.001)
-    files = [path for path in Path("padded").rglob("*") if path.is_file()]
-    objects = {f"bucket/{path}": path.read_bytes() for path in files}
-    with use_objects(monkeypatch, objects) as store:
-        run_ok("save-init", "gs://bucket/padded", "--out", "gs://bucket/new")
-        proof = prep.verify_chain("gs://bucket/new")
-        assert proof
-        assert [ends(link) for link in proof.links] == [
-            ("gs://bucket/new", "gs://bucket/padded"),
-            ("gs://bucket/padded", "tiny"),
-        ]
-        del store.objects["bucket/padded/model-00001-of-00003.safetensors"]
-        broken = prep.verify_chain("gs://bucket/new").broken_link
-        assert broken is not None
-        assert broken.source == "gs://bucket/padded"
-
-
 def test_rows_without_digest_break_the_link(chain: Path):
     """A manifest with fewer digests hides a change of the other rows."""
     name = "model.layers.0.mlp.up_proj.weight"
@@ -588,6 +572,32 @@ def test_changed_key_of_the_config_is_a_difference(model: Path):
     link = first_link("out")
     assert link.status == "failed"
     assert "`rms_norm_eps`" in link.reason
+
+
+@pytest.mark.slow
+def test_towers_of_the_start_model_are_not_shown(model: Path):
+    """A training step has no towers. Its export reads them from the start model."""
+    write_model("llava", Path("start"))
+    prep.save_init("start", "init")
+    towers = json.loads(Path("init/prep-manifest.json").read_text())["towers"]
+    prep.export("start", "text", text_only=True)
+    prep.save_init("text", "step")
+    with changed_manifest(Path("step")) as manifest:
+        records = manifest["tensors"]
+        manifest["tensors"] = {f"language_model.{name}": records[name] for name in records}
+        start = open_source(locate("start", access=Access()))
+        manifest["towers"] = {**towers, "path": "start", "digest": towers_digest(start)}
+    prep.export("step", "hf")
+    link = prep.verify_chain("hf").links[0]
+    assert (link.status, link.not_shown) == ("holds", "read from the start model")
+    assert link.check == "prep verify hf start"
+    assert prep.verify("hf", "start")
+    path = Path("start/model.safetensors")
+    tensors = load_file(path)
+    name = next(name for name in tensors if "vision" in name)
+    tensors[name] = tensors[name] + 1
+    save_file(tensors, path)
+    assert not prep.verify("hf", "start")
 
 
 def test_text_part_is_compared_with_the_text_part(model: Path):

@@ -18,7 +18,7 @@ from prepcli.formats.manifest import NO_MANIFEST, read_manifest
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.run_cli import Capture, error_lines, run_json, run_ok
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.stored_tensors import write_safetensors
+from tests.helpers.stored_tensors import safetensors_bytes, write_safetensors
 from tests.helpers.tiny_checkpoints import (
     GPT_NEO,
     LLAMA,
@@ -439,6 +439,28 @@ def test_layout_without_names_for_prediction_is_refused(capsys: Capture):
     )
     assert "--text-only" in lines[-1]
     run_ok("export", "m-init", "--layout", "torchtitan", "--text-only", "--out", "titan")
+
+
+@pytest.mark.slow
+def test_prediction_layer_of_a_text_part_is_a_tower(capsys: Capture):
+    """As in the files of GLM-OCR: its text part has one layer more than the config states."""
+    tensors = write_model("qwen3_vl")
+    config = read_config("m")
+    layers = config["text_config"]["num_hidden_layers"]
+    name = f"model.language_model.layers.{layers}.eh_proj.weight"
+    tensors[name] = ("F32", (2, 3), bytes(range(24)))
+    write_safetensors(Path("m/model.safetensors"), tensors)
+    lines = error_lines(capsys, "save-init", "./m", "--no-verbatim")
+    assert name in lines[1]
+    config["text_config"]["num_nextn_predict_layers"] = 1
+    Path("m/config.json").write_text(json.dumps(config))
+    run_ok("save-init", "./m", "--no-verbatim")
+    assert read_recorded("m-init")["family"] == "qwen3"
+    run_ok("export", "m-init", "--out", "hf")
+    assert safetensors_bytes(Path("hf")) == tensors
+    run_ok("export", "m-init", "--text-only", "--out", "text")
+    assert read_config("text")["num_nextn_predict_layers"] == 0
+    assert prep.verify("hf", "m-init")
 
 
 def test_trained_run_exports_prediction_layers():
