@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -50,33 +48,31 @@ def test_docs_lists_all_pages(capsys: Capture):
     assert Path(capsys.readouterr().out.strip()) == docs_folder()
 
 
-@pytest.mark.parametrize(
-    "name", ["train", "how-to/train", "how-to/train.md", "docs/how-to/train.md"]
-)
-def test_docs_prints_a_page_and_its_path(name: str, capsys: Capture):
+def test_docs_prints_a_page_and_its_path(capsys: Capture):
     path = docs_folder() / "how-to" / "train.md"
-    assert main(["docs", name]) == OK
-    printed = capsys.readouterr()
-    assert printed.out == path.read_text()
-    assert printed.err == f"{path}\n"
-    assert main(["docs", name, "--path"]) == OK
+    for name in ("train", "how-to/train", "how-to/train.md", "docs/how-to/train.md"):
+        assert main(["docs", name]) == OK
+        printed = capsys.readouterr()
+        assert printed.out == path.read_text()
+        assert printed.err == f"{path}\n"
+    assert main(["docs", "train", "--path"]) == OK
     assert capsys.readouterr().out == f"{path}\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("trian", "did you mean `train`?"),
-        ("pro", "did you mean `prompts-and-chats` or `prove`?"),
-        ("reference/train", "did you mean `train`?"),
-        ("zzz", "`prep docs` lists the pages"),
-    ],
-)
-def test_unknown_page_is_an_error(name: str, hint: str, capsys: Capture):
-    assert main(["docs", name]) == USAGE
-    error = capsys.readouterr().err
-    assert f"unknown page `{name}`" in error
-    assert hint in error
+UNKNOWN_PAGES = [
+    ("trian", "did you mean `train`?"),
+    ("pro", "did you mean `prompts-and-chats` or `prove`?"),
+    ("reference/train", "did you mean `train`?"),
+    ("zzz", "`prep docs` lists the pages"),
+]
+
+
+def test_unknown_page_is_an_error(capsys: Capture):
+    for name, hint in UNKNOWN_PAGES:
+        assert main(["docs", name]) == USAGE
+        error = capsys.readouterr().err
+        assert f"unknown page `{name}`" in error
+        assert hint in error
 
 
 def test_names_of_earlier_pages_find_the_new_ones():
@@ -178,10 +174,8 @@ def test_env_does_not_import_jax_by_default() -> None:
         " environment = read_environment('512MiB', list_devices=False);"
         "print(environment.devices, 'jax' in sys.modules, 'torch' in sys.modules)"
     )
-    process = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert process.stdout == "None False False\n"
+    process = run_python(script)
+    assert process.stdout == "None False False\n", process.stderr
 
 
 def test_env_lists_devices_on_request() -> None:
@@ -313,20 +307,20 @@ def test_find_recipe_takes_the_bare_name_of_a_shipped_recipe():
     assert find_recipe(Path("gpt2")) == Path("gpt2")
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("gpt2.toml", "did you mean `gpt2`, the shipped recipe?"),
-        ("recipes/gpt2.toml", "did you mean `gpt2`, the shipped recipe?"),
-        ("recipes/gtp2.toml", "did you mean `gpt2`?"),
-        ("gpt-neo", "did you mean `gpt-neo-1.3b`, `gpt-neo-1.3b-wikitext`?"),
-        ("gtp2", "did you mean `gpt2`?"),
-    ],
-)
-def test_missing_training_recipe_suggests_shipped_ones(name: str, hint: str):
-    with pytest.raises(UsageError) as caught:
-        find_training_recipe(Path(name))
-    assert (caught.value.what, caught.value.hint) == (f"{name} does not exist", hint)
+MISSING_RECIPES = [
+    ("gpt2.toml", "did you mean `gpt2`, the shipped recipe?"),
+    ("recipes/gpt2.toml", "did you mean `gpt2`, the shipped recipe?"),
+    ("recipes/gtp2.toml", "did you mean `gpt2`?"),
+    ("gpt-neo", "did you mean `gpt-neo-1.3b`, `gpt-neo-1.3b-wikitext`?"),
+    ("gtp2", "did you mean `gpt2`?"),
+]
+
+
+def test_missing_training_recipe_suggests_shipped_ones():
+    for name, hint in MISSING_RECIPES:
+        with pytest.raises(UsageError) as caught:
+            find_training_recipe(Path(name))
+        assert (caught.value.what, caught.value.hint) == (f"{name} does not exist", hint)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2.toml"])
@@ -341,10 +335,10 @@ def test_recipe_with_the_name_of_a_folder_is_copied_first(name: str):
         find_training_recipe(Path("gpt2"))
 
 
-@pytest.mark.parametrize("name", ["folder/unlike.toml", "unlike", "gpt2-mine.toml"])
-def test_missing_recipe_keeps_its_path_if_a_file_is_similar(name: str):
+def test_missing_recipe_keeps_its_path_if_a_file_is_similar():
     Path("gpt2-mime.toml").touch()
-    assert find_training_recipe(Path(name)) == Path(name)
+    for name in ("folder/unlike.toml", "unlike", "gpt2-mine.toml"):
+        assert find_training_recipe(Path(name)) == Path(name)
 
 
 def test_train_takes_the_name_of_a_shipped_recipe(monkeypatch: MonkeyPatch, capsys: Capture):

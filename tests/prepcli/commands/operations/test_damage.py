@@ -167,10 +167,8 @@ def test_checkpoint_without_checksums_is_read_twice(work_dir: Path, capsys: Capt
         "tiny-init has no prep-checksums.bin (written by an earlier prep): checking it reads another "
         in notes
     )
-    assert (
-        "has no"
-        not in run_error_and_notes(capsys, OK, *GENERATE, "tiny-init", "--no-verify")["notes"]
-    )
+    notes = run_error_and_notes(capsys, OK, *GENERATE, "tiny-init", "--no-verify")["notes"]
+    assert "has no" not in notes
     path = damage_parameter(init)
     for words in (("train", "recipe.toml"), (*GENERATE, "tiny-init")):
         error = run_error_and_notes(capsys, FAILED, *words)
@@ -180,9 +178,8 @@ def test_checkpoint_without_checksums_is_read_twice(work_dir: Path, capsys: Capt
 
 def test_verify_checks_the_checksum_file(work_dir: Path, capsys: Capture):
     path = flip_bit(Path("tiny-init", CHECKSUMS_FILE), 3)
-    assert (
-        run_error_and_notes(capsys, FAILED, "verify", "tiny-init")["what"] == f"{path} is damaged"
-    )
+    error = run_error_and_notes(capsys, FAILED, "verify", "tiny-init")
+    assert error["what"] == f"{path} is damaged"
     path.unlink()
     run_ok("save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "--overwrite")
     run_error_and_notes(capsys, OK, "verify", "tiny-init")
@@ -217,46 +214,53 @@ def init(model: Path, tmp_path: Path) -> Path:
     return prep.save_init(model, tmp_path / "init").path
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(lambda model: cut(model / "model.safetensors.index.json"), id="index"),
-        pytest.param(lambda model: cut(model / "config.json"), id="config"),
-        pytest.param(lambda model: cut(min(model.glob("*.safetensors"))), id="data_cut"),
-        pytest.param(lambda model: cut(min(model.glob("*.safetensors")), 0.001), id="header_cut"),
-        pytest.param(lambda model: min(model.glob("*.safetensors")).unlink(), id="data_missing"),
-    ],
-)
-def test_damaged_safetensors_folder_is_a_damaged_error(model: Path, tmp_path: Path, damage: Damage):
-    damage(model)
-    with pytest.raises(prep.DamagedError):
-        prep.save_init(model, tmp_path / "init")
+# Pattern of a file, and its damage. The largest file of a pattern is damaged.
+FOLDER_DAMAGES: list[tuple[str, Damage]] = [
+    ("model.safetensors.index.json", cut),
+    ("config.json", cut),
+    ("*.safetensors", cut),
+    ("*.safetensors", lambda path: cut(path, 0.001)),
+    ("*.safetensors", Path.unlink),
+]
+ITEM_DAMAGES: list[tuple[str, Damage]] = [
+    ("prep-manifest.json", cut),
+    ("_METADATA", cut),
+    ("manifest.ocdbt", cut),
+    ("manifest.ocdbt", flip),
+    ("manifest.ocdbt", Path.unlink),
+    ("d/*", cut),
+]
+CHECKSUM_DAMAGES: list[Damage] = [cut, flip, lambda path: path.write_bytes(b"")]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(lambda init: cut(init / "prep-manifest.json"), id="manifest_cut"),
-        pytest.param(lambda init: cut(init / "_METADATA"), id="tree_cut"),
-        pytest.param(lambda init: cut(init / "manifest.ocdbt"), id="ocdbt_cut"),
-        pytest.param(lambda init: flip(init / "manifest.ocdbt"), id="ocdbt_flipped"),
-        pytest.param(lambda init: (init / "manifest.ocdbt").unlink(), id="ocdbt_missing"),
-        pytest.param(lambda init: cut(largest_file(init / "d")), id="data_cut"),
-    ],
-)
-def test_damaged_orbax_item_is_a_damaged_error(init: Path, tmp_path: Path, damage: Damage):
-    damage(init)
-    with pytest.raises(prep.DamagedError):
-        prep.reshard(init, tmp_path / "again", mesh="1,2,1")
+def damage_largest(folder: Path, pattern: str, damage: Damage) -> None:
+    damage(max(folder.glob(pattern), key=lambda path: path.stat().st_size))
 
 
-@pytest.mark.parametrize("damage", [cut, flip, lambda path: path.write_bytes(b"")])
-def test_damaged_checksum_file_is_a_damaged_error(init: Path, damage: Damage):
-    damage(init / "prep-checksums.bin")
+@pytest.mark.parametrize(("pattern", "damage"), FOLDER_DAMAGES)
+def test_damaged_safetensors_folder_is_a_damaged_error(model: Path, pattern: str, damage: Damage):
+    damage_largest(model, pattern, damage)
     with pytest.raises(prep.DamagedError):
-        prep.load_params(init)
+        prep.save_init(model, "init")
+
+
+@pytest.mark.parametrize(("pattern", "damage"), ITEM_DAMAGES)
+def test_damaged_orbax_item_is_a_damaged_error(init: Path, pattern: str, damage: Damage):
+    damage_largest(init, pattern, damage)
     with pytest.raises(prep.DamagedError):
-        prep.verify(init)
+        prep.reshard(init, "again", mesh="1,2,1")
+
+
+def test_damaged_checksum_file_is_a_damaged_error(init: Path):
+    path = init / CHECKSUMS_FILE
+    content = path.read_bytes()
+    for damage in CHECKSUM_DAMAGES:
+        damage(path)
+        with pytest.raises(prep.DamagedError):
+            prep.load_params(init)
+        with pytest.raises(prep.DamagedError):
+            prep.verify(init)
+        path.write_bytes(content)
 
 
 def test_damaged_zarr_metadata_is_a_damaged_error(tmp_path: Path):
@@ -289,12 +293,9 @@ def test_data_cut_during_a_load_is_a_damaged_error(init: Path, monkeypatch: Monk
 def test_verify_names_the_tensor_of_a_flipped_bit(capsys):
     run_ok(*COMMANDS["pad-vocab"], "--out", "whole")
     draw = random.Random(2)
-    places = [
-        (p, *t)
-        for p in sorted(Path("whole").glob("*.safetensors"))
-        for t in tensor_byte_ranges(p)
-        if t[1] < t[2]
-    ]
+    places: list[tuple[Path, str, int, int]] = []
+    for path in sorted(Path("whole").glob("*.safetensors")):
+        places += [(path, *place) for place in tensor_byte_ranges(path) if place[1] < place[2]]
     for path, name, low, high in draw.sample(places, 12):
         capsys.readouterr()
         before = path.read_bytes()
