@@ -7,10 +7,11 @@ import json
 import os
 import pty
 import select
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -185,60 +186,40 @@ def test_encoder_decoder_generates_from_prompts(work_dir: Path, capsys: Capture)
     assert "no valid decoder_start_token_id" in lines[0]
 
 
-INVALID_PROMPTS: dict[str, tuple[Sequence[str], str, int]] = {
-    "nothing": ((), "no prompt was given", 2),
-    "no ids": (("--tokens", "1,x"), "invalid `--tokens 1,x`", 2),
-    "digits without end": (("--tokens", "9" * 5000), "invalid `--tokens", 2),
-    "an id that no vocabulary has": (("--tokens", "99999999999"), "invalid `--tokens", 2),
-    "tokens without end": (
-        ("--tokens", "1", "--max-new-tokens", "999999999999"),
-        "new tokens are too many",
-        2,
-    ),
-    "empty ids": (("--tokens", ""), "`--tokens` is empty", 2),
-    "an empty text": (("--prompt", ""), "empty prompt", 2),
-    "an id too large": (("--tokens", "131"), "token id 131 is out of range", 2),
-    "no file": (("--prompts", "none.txt"), "cannot read or write none.txt", 1),
-    "no JSON": (("--prompts", "bad.jsonl"), "line 1 of bad.jsonl is not valid JSON", 1),
-    "no prompt in it": (("--prompts", "other.jsonl"), "line 2 of other.jsonl has no prompt", 1),
-    "no text": (("--prompts", "bytes.txt"), "bytes.txt is not UTF-8 text", 1),
-    "no text to stop at": (
-        ("--prompt", "w1", "--stop", "\udcff"),
-        "`--stop` is not UTF-8 text",
-        2,
-    ),
-    "top-p": (
-        ("--prompt", "w1", "--temperature", "1", "--top-p", "1.5"),
-        "top_p 1.5 is out of range",
-        2,
-    ),
-    "top-k": (
-        ("--prompt", "w1", "--temperature", "1", "--top-k", "-1"),
-        "top_k -1 is out of range",
-        2,
-    ),
-    "temperature": (("--prompt", "w1", "--temperature", "-1"), "temperature -1 is out of range", 2),
-    "mesh": (("--prompt", "w1", "--mesh", "1,1,3"), "mesh 1,1,3", 2),
-    "sp": (
-        ("--prompt", "w1", "--mesh", "sp:8"),
-        "`--mesh dp:1,fsdp:1,mp:1,sp:8` splits tokens over sp",
-        2,
-    ),
-    "tokenizer": (("--prompt", "w1", "--tokenizer", "none"), "no tokenizer at none", 1),
-}
+# Words after `prep generate tiny`, the error, and the exit code
+INVALID_PROMPTS = [
+    ("", "no prompt was given", 2),
+    ("--tokens 1,x", "invalid `--tokens 1,x`", 2),
+    (f"--tokens {'9' * 5000}", "invalid `--tokens", 2),
+    ("--tokens 99999999999", "invalid `--tokens", 2),
+    ("--tokens 1 --max-new-tokens 999999999999", "new tokens are too many", 2),
+    ("--tokens ''", "`--tokens` is empty", 2),
+    ("--prompt ''", "empty prompt", 2),
+    ("--tokens 131", "token id 131 is out of range", 2),
+    ("--prompts none.txt", "cannot read or write none.txt", 1),
+    ("--prompts bad.jsonl", "line 1 of bad.jsonl is not valid JSON", 1),
+    ("--prompts other.jsonl", "line 2 of other.jsonl has no prompt", 1),
+    ("--prompts bytes.txt", "bytes.txt is not UTF-8 text", 1),
+    ("--prompt w1 --stop \udcff", "`--stop` is not UTF-8 text", 2),
+    ("--prompt w1 --temperature 1 --top-p 1.5", "top_p 1.5 is out of range", 2),
+    ("--prompt w1 --temperature 1 --top-k -1", "top_k -1 is out of range", 2),
+    ("--prompt w1 --temperature -1", "temperature -1 is out of range", 2),
+    ("--prompt w1 --mesh 1,1,3", "mesh 1,1,3", 2),
+    ("--prompt w1 --mesh sp:8", "`--mesh dp:1,fsdp:1,mp:1,sp:8` splits tokens over sp", 2),
+    ("--prompt w1 --tokenizer none", "no tokenizer at none", 1),
+]
 
 
-@pytest.mark.parametrize("why", INVALID_PROMPTS)
-def test_invalid_prompts_and_options_are_errors(work_dir: Path, capsys: Capture, why: str):
+def test_invalid_prompts_and_options_are_errors(work_dir: Path, capsys: Capture):
     Path("bad.jsonl").write_text("w1 w2\n")
     Path("other.jsonl").write_text('{"prompt": "w1"}\n{"prompt": 3}\n')
     Path("bytes.txt").write_bytes(b"\xff\xfe\n")
-    words, message, code = INVALID_PROMPTS[why]
-    assert main(["generate", "tiny", *words, "-q"]) == code
-    out, err = capsys.readouterr()
-    assert (out, message in err) == ("", True), err
-    assert "--set" not in err, "what it hints at is an option of this command"
-    assert "bug in prep" not in err
+    for words, message, code in INVALID_PROMPTS:
+        assert main(["generate", "tiny", *shlex.split(words), "-q"]) == code
+        out, err = capsys.readouterr()
+        assert (out, message in err) == ("", True), err
+        assert "--set" not in err, "what it hints at is an option of this command"
+        assert "bug in prep" not in err
 
 
 def test_mesh_must_divide_the_heads(work_dir: Path, capsys: Capture):
@@ -421,22 +402,22 @@ def test_prompts_file_has_conversations(chat_dir: Path, capsys: Capture):
     assert result.prompts == ("w2 w9 w3 w5",)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--prompt", "w1", "--system", "w2"], "`--system` has no effect without `--chat`"),
-        (["--chat", "--prompt", "w1"], "`--chat` takes no prompts"),
-        (["--prompt", "w1", "--tools", "tools.json"], "`--tools` has no effect"),
-        (["--chat", "--template-args", "[1]"], "`--template-args` is not a JSON object"),
-        (["--chat", "--template-args", "{"], "`--template-args` is not JSON"),
-        (["--prompt", "w1", "--stop", ""], "`--stop` is empty"),
-        (["--chat", "--template-args", '{"messages": 1}'], "`messages` is not a variable"),
-    ],
-)
-def test_invalid_options_of_chats_are_errors(
-    chat_dir: Path, capsys: Capture, words: list[str], message: str
-):
-    assert error_lines(capsys, "generate", "tiny", *words)[0].startswith(f"error: {message}")
+# Words after `prep generate tiny`, and the error
+INVALID_CHATS = [
+    ("--prompt w1 --system w2", "`--system` has no effect without `--chat`"),
+    ("--chat --prompt w1", "`--chat` takes no prompts"),
+    ("--prompt w1 --tools tools.json", "`--tools` has no effect"),
+    ("--chat --template-args [1]", "`--template-args` is not a JSON object"),
+    ("--chat --template-args {", "`--template-args` is not JSON"),
+    ("--prompt w1 --stop ''", "`--stop` is empty"),
+    ("--chat --template-args '{\"messages\": 1}'", "`messages` is not a variable"),
+]
+
+
+def test_invalid_options_of_chats_are_errors(chat_dir: Path, capsys: Capture):
+    for words, message in INVALID_CHATS:
+        lines = error_lines(capsys, "generate", "tiny", *shlex.split(words))
+        assert lines[0].startswith(f"error: {message}")
 
 
 @pytest.mark.parametrize("words", [["--prompt", "w9 \udcff"], ["--chat", "--system", "w6 \udcff"]])
