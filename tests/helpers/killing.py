@@ -26,6 +26,7 @@ LARGE: dict[str, Any] = {
     "vocab_size": 12007,
     "attention_types": [[["global"], 4]],
 }
+CAST = ["save-init", "./model", "--mesh", "1,2,4", "--pad-vocab", "8"]
 COMMANDS = {
     "pad-vocab": ["pad-vocab", "./model", "--multiple", "8", "--init", "mean"],
     "add-tokens": ["add-tokens", "./model", "--tokens", "tokens.txt"],
@@ -33,18 +34,7 @@ COMMANDS = {
     "save-init": ["save-init", "./model", "--mesh", "1,8,4", "--pad-vocab", "auto"],
     "reshard": ["reshard", "init", "--mesh", "1,4,8"],
     "export": ["export", "init"],
-    "cast": [
-        "save-init",
-        "./model",
-        "--mesh",
-        "1,2,4",
-        "--pad-vocab",
-        "8",
-        "--init",
-        "mean",
-        "--dtype",
-        "bfloat16",
-    ],
+    "cast": [*CAST, "--init", "mean", "--dtype", "bfloat16"],
     "verbatim": ["save-init", "./model", "--verbatim", "--mesh", "1,2,2"],
     "merge": ["merge", "./adapter", "./model"],
     "compress": ["reshard", "init", "--mesh", "1,2,2", "--compress", "zstd"],
@@ -149,10 +139,8 @@ def run_and_kill(
     took_s = setup.undisturbed(name).took_s
     latest_s = max(1.5 * took_s, took_s + 0.5 * (len(launch) - 1))
     moments = sorted((rng.uniform(0.2, 1.0) * latest_s, index) for index in range(len(launch)))
-    started_s, processes = (
-        time.monotonic(),
-        [start_command(setup, name, out, *more) for more in launch],
-    )
+    started_s = time.monotonic()
+    processes = [start_command(setup, name, out, *more) for more in launch]
     for moment_s, index in moments:
         time.sleep(max(0.0, started_s + moment_s - time.monotonic()))
         processes[index].kill()

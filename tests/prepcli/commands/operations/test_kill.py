@@ -229,7 +229,7 @@ class Site:
         if name not in self.outputs:
             out = self.folder / f"{name}-whole"
             self.counts[name] = count_changes(*words(name, out.name), cwd=self.folder)
-            self.outputs[name] = stored_files(out)
+            self.outputs[name] = read_files(out)
             shutil.rmtree(out)
         return self.outputs[name]
 
@@ -253,23 +253,15 @@ def words(name: str, out: str) -> tuple[str, ...]:
     return (*CHANGING_COMMANDS[name], "--out", out, "--memory", "32MiB", "--progress", "none")
 
 
-def stored_files(folder: Path) -> dict[str, bytes]:
-    files: dict[str, bytes] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            files[path.relative_to(folder).as_posix()] = path.read_bytes()
-    return files
-
-
 def published_files(out: Path) -> dict[str, bytes]:
     """Return the files of an output without the notes of its run, which a kill after the publication leaves."""
-    return {path: data for path, data in stored_files(out).items() if not path.startswith(".prep/")}
+    return {path: data for path, data in read_files(out).items() if not path.startswith(".prep/")}
 
 
 def check_kills(site: Site, name: str, points: Iterable[int]) -> None:
     """Kill a command before each of these changes. Its next run writes the same output."""
     expected = site.expected(name)
-    model = stored_files(site.folder / "model")
+    model = read_files(site.folder / "model")
     names = {path.name for path in site.folder.iterdir()}
     out = site.folder / "out"
     for point in points:
@@ -278,10 +270,10 @@ def check_kills(site: Site, name: str, points: Iterable[int]) -> None:
             assert published_files(out) == expected, f"published before change {point}"
         rerun = run_prep(*words(name, "out"), cwd=site.folder)
         assert rerun.returncode == 0, f"{point}: {rerun.stderr}"
-        assert stored_files(out) == expected, f"killed before change {point}"
+        assert read_files(out) == expected, f"killed before change {point}"
         shutil.rmtree(out)
         assert {path.name for path in site.folder.iterdir()} == names, f"before change {point}"
-    assert stored_files(site.folder / "model") == model
+    assert read_files(site.folder / "model") == model
 
 
 @pytest.mark.waits
@@ -306,7 +298,7 @@ def test_commands_survive_two_kills_in_a_row(site: Site, name: str):
             kill_before(again, *words(name, "out"), cwd=site.folder)
             rerun = run_prep(*words(name, "out"), cwd=site.folder)
             assert rerun.returncode == 0, f"{point}, {again}: {rerun.stderr}"
-            assert stored_files(site.folder / "out") == expected, f"{point}, {again}"
+            assert read_files(site.folder / "out") == expected, f"{point}, {again}"
             shutil.rmtree(site.folder / "out")
 
 
@@ -333,7 +325,7 @@ def check_second_runs(site: Site, name: str, points: Iterable[int]) -> None:
         assert published_files(out) == expected, f"{point}: {errors}"
         rerun = run_prep(*words(name, "out"), cwd=site.folder)
         assert rerun.returncode == 0, f"{point}: {rerun.stderr}"
-        assert stored_files(out) == expected
+        assert read_files(out) == expected
         shutil.rmtree(out)
 
 
