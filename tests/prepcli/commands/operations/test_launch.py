@@ -30,14 +30,20 @@ def _recipe_here():
     Path("recipe.toml").write_text(RECIPE)
 
 
-def install_submitters(monkeypatch: MonkeyPatch, *, code: int) -> None:
-    """Put programs into PATH. They copy their stdin to stdin.txt, print `17` and exit with `code`."""
+def install_program(monkeypatch: MonkeyPatch, script: str, *names: str) -> None:
+    """Put a program into PATH, under each of these names."""
     Path("bin").mkdir()
-    for engine in STDIN_ENGINES:
-        name = ENGINES[engine].submit[0]
-        (Path("bin") / name).write_text(f"#!/bin/sh\ncat > stdin.txt\necho 17\nexit {code}\n")
-        (Path("bin") / name).chmod(0o755)
+    for name in names:
+        program = Path("bin", name)
+        program.write_text(script.format(name=name))
+        program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{Path('bin').resolve()}:/usr/bin:/bin")
+
+
+def install_submitters(monkeypatch: MonkeyPatch, *, code: int) -> None:
+    """Install programs that copy their stdin to stdin.txt, print `17` and exit with `code`."""
+    script = f"#!/bin/sh\ncat > stdin.txt\necho 17\nexit {code}\n"
+    install_program(monkeypatch, script, *(ENGINES[engine].submit[0] for engine in STDIN_ENGINES))
 
 
 @pytest.mark.parametrize("engine", STDIN_ENGINES)
@@ -318,6 +324,7 @@ def test_local_processes_convert_together(capsys: Capture):
     assert json.loads(capsys.readouterr().out)["ok"]
 
 
+# It records its words, and the content of a YAML file.
 RECORDER = """#!/bin/bash
 printf '%s\\0' "$@" > {name}.words
 for word in "$@"; do
@@ -327,20 +334,11 @@ echo submitted
 """
 
 
-def install_program(name: str, monkeypatch: MonkeyPatch) -> None:
-    """Put a program into PATH. It records its words, and the content of a YAML file."""
-    Path("bin").mkdir()
-    program = Path("bin") / name
-    program.write_text(RECORDER.format(name=name))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{Path('bin').resolve()}:/usr/bin:/bin")
-
-
 def test_sky_reads_the_job_from_a_file(monkeypatch: MonkeyPatch, capsys: Capture):
     command = ["--", "export", "gs://runs/a", "--out", "gs://models/a"]
     assert main(["launch", "sky", *command]) == OK
     task = capsys.readouterr().out
-    install_program("sky", monkeypatch)
+    install_program(monkeypatch, RECORDER, "sky")
     assert main(["launch", "sky", "--submit", *command]) == OK
     assert capsys.readouterr().out == "submitted\n"
     words = Path("sky.words").read_text().split("\0")
@@ -357,7 +355,7 @@ def test_ray_runs_the_exact_driver(
     join: Callable[[list[str]], str], is_printed: bool, monkeypatch: MonkeyPatch, capsys: Capture
 ):
     driver = """print('`echo a` $(echo b) $HOME "c" \\\\ é')\n"""
-    install_program("ray", monkeypatch)
+    install_program(monkeypatch, RECORDER, "ray")
     if is_printed:
         Path("a b.py").write_text(driver)
         subprocess.run(["sh", "-c", submit_line("ray", Path("a b.py"))], check=True)
@@ -372,7 +370,7 @@ def test_ray_runs_the_exact_driver(
 
 
 def test_too_long_driver_is_an_error(monkeypatch: MonkeyPatch, capsys: Capture):
-    install_program("ray", monkeypatch)
+    install_program(monkeypatch, RECORDER, "ray")
     with Path("recipe.toml").open("a") as recipe:
         recipe.write(f"# {'x' * 200_000}\n")
     words = ["launch", "ray", "recipe.toml", "--folder", "/shared", "--submit"]
