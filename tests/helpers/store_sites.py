@@ -17,6 +17,7 @@ import pytest
 from prepcli.commands.cli.main import main
 from prepcli.stores.byte_ranges import LOCK_FILE
 from tests.helpers.fork_server import ForkedProcess, start_python
+from tests.helpers.killing import read_files
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import make_checkpoint
@@ -81,15 +82,6 @@ def parse_report(out: str, err: str) -> dict[str, Any]:
     """Return the JSON on stdout. Neither output may have the token of the store."""
     assert "secret" not in out + err, "the token leaked"
     return json.loads(out)
-
-
-def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the files below a folder, by relative path."""
-    files: dict[str, bytes] = {}
-    for path in folder.rglob("*"):
-        if path.is_file():
-            files[path.relative_to(folder).as_posix()] = path.read_bytes()
-    return files
 
 
 def make_home(folder: Path) -> Path:

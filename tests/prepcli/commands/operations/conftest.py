@@ -10,10 +10,10 @@ import pytest
 from prepcli.planning import object_files
 from prepcli.stores import byte_ranges
 from tests.helpers.faults import FaultSources, make_sources
-from tests.helpers.killing import KillSetup, make_setup
+from tests.helpers.killing import KillSetup, make_setup, read_files
 from tests.helpers.run_cli import Capture, MonkeyPatch
 from tests.helpers.shared_steps import share_steps
-from tests.helpers.store_sites import OBJECT_NBYTES, StoreSite, make_home, open_site, read_files
+from tests.helpers.store_sites import OBJECT_NBYTES, StoreSite, make_home, open_site
 
 
 @pytest.fixture(scope="package", autouse=True)

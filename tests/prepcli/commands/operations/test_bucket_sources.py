@@ -20,6 +20,7 @@ from prepcli.sources.openers import orbax_item
 from prepcli.stores import byte_ranges
 from tests.helpers.fork_server import ForkedProcess
 from tests.helpers.golden_inputs import provide
+from tests.helpers.killing import read_files
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.orbax_items import random_array
 from tests.helpers.run_cli import MonkeyPatch, run_ok
@@ -29,7 +30,6 @@ from tests.helpers.store_sites import (
     WIDE,
     StoreSite,
     finish,
-    read_files,
 )
 from tests.helpers.tiny_checkpoints import (
     FAMILY_CONFIGS,
@@ -154,19 +154,14 @@ def test_invalid_bucket_requests_are_errors(site: StoreSite, home: Path):
     model = str(home / "m")
     assert site.run_prep("save-init", model, "--out", "abfs://bucket/out")["error"]["code"] == 2
     assert site.run_prep("save-init", "gs://bucket/models/m", "--offline")["error"]["code"] == 2
-    assert (
-        site.run_prep("inspect", "gs://bucket/models/m", "--revision", "main")["error"]["code"] == 2
-    )
-    assert (
-        site.run_prep("inspect", "gs://bucket/nothing")["error"]["what"]
-        == "gs://bucket/nothing holds no checkpoint"
-    )
+    error = site.run_prep("inspect", "gs://bucket/models/m", "--revision", "main")["error"]
+    assert error["code"] == 2
+    error = site.run_prep("inspect", "gs://bucket/nothing")["error"]
+    assert error["what"] == "gs://bucket/nothing holds no checkpoint"
     site.store.objects["bucket/bin/pytorch_model.bin"] = b"x"
     site.store.objects["bucket/bin/config.json"] = b"{}"
-    assert (
-        site.run_prep("inspect", "gs://bucket/bin")["error"]["what"]
-        == "pytorch_model.bin is not a PyTorch file"
-    )
+    error = site.run_prep("inspect", "gs://bucket/bin")["error"]
+    assert error["what"] == "pytorch_model.bin is not a PyTorch file"
     dry = site.run_prep("save-init", model, "--out", "gs://bucket/out", "--dry-run")
     assert (dry["ok"], dry["output"]) == (True, "gs://bucket/out")
     assert site.writes() == []
@@ -271,6 +266,23 @@ def test_commands_read_a_compressed_init_from_a_bucket(packed_site: StoreSite, p
     params = prep.load_params("gs://bucket/packed", "1,4,2", dtype="keep")
     tokens = np.asarray(params["embed"]["tokens"])[:131]
     assert tokens.tobytes() == read_tensors(packed / "m")["transformer.wte.weight"].tobytes()
+
+
+def test_chain_in_a_bucket_is_proven(site: StoreSite, packed: Path):
+    first = str(packed / "m")
+    padded = ("pad-vocab", first, "--multiple", "8", "--out", "gs://bucket/padded")
+    assert site.run_prep(*padded)["ok"]
+    assert site.run_prep("save-init", "gs://bucket/padded", "--out", "gs://bucket/new")["ok"]
+    proof = prep.verify_chain("gs://bucket/new")
+    assert proof
+    assert [(link.output, link.source) for link in proof.links] == [
+        ("gs://bucket/new", "gs://bucket/padded"),
+        ("gs://bucket/padded", first),
+    ]
+    del site.store.objects["bucket/padded/model-00001-of-00003.safetensors"]
+    broken = prep.verify_chain("gs://bucket/new").broken_link
+    assert broken is not None
+    assert broken.source == "gs://bucket/padded"
 
 
 @pytest.mark.parametrize("words", [("--format", "dcp"), ("--layout", "hf-flax")])

@@ -26,11 +26,11 @@ from tests.helpers.adapters import make_adapter
 from tests.helpers.damage import flip_bit, tensor_byte_ranges, tensor_place
 from tests.helpers.foreign_names import STACKED_MAP
 from tests.helpers.fork_server import start_prep
+from tests.helpers.killing import read_files
 from tests.helpers.object_server import use_objects
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_json, run_ok
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.store_sites import read_files
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
 from tests.helpers.training_folder import make_training_folder
 from tests.helpers.training_states import host_leaves, make_state, open_manager, read_params
@@ -245,6 +245,21 @@ def test_decoding_refuses_a_flip_in_each_stored_tensor(name: str, capsys: Captur
         flip_tensor(made, tensor)
     run_ok("save-init", "made", *DEQUANTIZE, "--out", "out")
     run_ok("verify", "out", "init")
+
+
+@pytest.mark.slow
+def test_chain_does_not_show_decoded_values():
+    make_quantized(Path("q"), "fp8")
+    prep.save_init("q", "q-init", quantized="dequantize")
+    prep.export("q-init", "q-hf")
+    export, init = prep.verify_chain("q-hf").links
+    assert (export.status, export.not_shown) == ("holds", "decoded or encoded")
+    # Only the scales and the weights without codes have equal digests, and the model has no recorded commit.
+    assert (init.status, init.not_shown) == ("not proven", "decoded or encoded")
+    assert init.proof.startswith("30 tensors, ")
+    run_ok(*init.check.removeprefix("prep ").split())
+    flip_tensor(Path("q"), f"{Q_PROJ}.weight")
+    assert not prep.verify_chain("q-hf")
 
 
 def test_decoding_the_first_layers_ignores_the_others(capsys: Capture):

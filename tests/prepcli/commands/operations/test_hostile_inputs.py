@@ -22,12 +22,12 @@ from prepcli.core.errors import OK, USAGE
 from prepcli.formats.manifest import MANIFEST_FILE
 from tests.helpers import towers
 from tests.helpers.fuzz_commands import run_samples
+from tests.helpers.killing import read_files
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.object_server import use_objects
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_ok
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.store_sites import read_files
 from tests.helpers.stored_tensors import safetensors_bytes, write_safetensors
 from tests.helpers.tiny_checkpoints import LLAMA, assert_same, make_checkpoint, read_tensors
 from tests.helpers.tokenizer_folders import train_tokenizer, write_json, write_model

@@ -19,6 +19,7 @@ from prepcli.core.errors import PrepError
 from prepcli.execution.hub_push import PushTarget, parse_push_target
 from tests.helpers.fork_server import PREP, ForkedProcess, run_python, start_python
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, hub_environment, serve_hub
+from tests.helpers.killing import read_files
 from tests.helpers.push_server import TOKEN, FakePushHub, PushedRepo, serve_push_hub
 from tests.helpers.range_server import FakeFileStore, FaultInjector, serve_ranges
 from tests.helpers.run_cli import run_ok
@@ -92,12 +93,7 @@ def serve_site(
 
 def read_output_files(folder: Path) -> dict[str, bytes]:
     """Return the contents of all files except the manifest, which records the source."""
-    files = {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-    return {name: data for name, data in files.items() if name != "prep-manifest.json"}
+    return {name: data for name, data in read_files(folder).items() if name != "prep-manifest.json"}
 
 
 def cached_file_names(home: Path) -> list[str]:
@@ -164,27 +160,13 @@ def test_killed_stream_resumes_without_rereading(files, tmp_path: Path):
     assert read_output_files(tmp_path / "killed") == read_output_files(tmp_path / "whole")
 
 
-@pytest.mark.slow
-def test_stream_leaves_no_temporary_files(files, tmp_path: Path):
-    (tmp_path / "tmp").mkdir()
-    with serve_site(files, tmp_path) as site:
-        assert site.run_prep("inspect", "o/good", "--stream", TMPDIR=str(tmp_path / "tmp"))["ok"]
-    assert list((tmp_path / "tmp").iterdir()) == []
-
-
 def test_stream_is_rejected_offline(files, tmp_path: Path):
     with serve_site(files, tmp_path) as site:
-        for offline in ({"HF_HUB_OFFLINE": "1"}, {}):
-            report = site.run_prep(
-                *SAVE_INIT, "--stream", *([] if offline else ["--offline"]), **offline
-            )
-            why = (
-                "HF_HUB_OFFLINE=1 disables network access"
-                if offline
-                else "`--offline` disables network access"
-            )
-            assert report["error"]["what"] == "cannot stream o/good"
-            assert report["error"]["why"] == why
+        by_variable = site.run_prep(*SAVE_INIT, "--stream", HF_HUB_OFFLINE="1")["error"]
+        assert by_variable["why"] == "HF_HUB_OFFLINE=1 disables network access"
+        by_option = site.run_prep(*SAVE_INIT, "--stream", "--offline")["error"]
+        assert by_option["what"] == "cannot stream o/good"
+        assert by_option["why"] == "`--offline` disables network access"
         assert site.hub.requests == []
 
 
@@ -196,21 +178,24 @@ def test_stream_rejects_unsupported_formats(files, tmp_path: Path):
         )
 
 
-def test_broken_header_error_names_the_model(files, tmp_path: Path):
-    broken = files | {"model-00001-of-00003.safetensors": b"\x00" * 3000}
+# Change of the files of a model, and how its error begins
+BROKEN_FILES: list[tuple[dict[str, bytes | None], str]] = [
+    (
+        {"model-00001-of-00003.safetensors": b"\x00" * 3000},
+        "model-00001-of-00003.safetensors is not a safetensors file",
+    ),
+    ({"model-00002-of-00003.safetensors": None}, "1 of 3 files of o/good is missing"),
+]
+
+
+@pytest.mark.parametrize(("changes", "what"), BROKEN_FILES)
+def test_error_of_a_broken_file_names_the_model(
+    files: dict[str, bytes], tmp_path: Path, changes: dict[str, bytes | None], what: str
+):
+    broken = {name: data for name, data in (files | changes).items() if data is not None}
     with serve_site(broken, tmp_path) as site:
         error = site.run_prep(*SAVE_INIT, "--stream")["error"]
-    assert error["what"].startswith("model-00001-of-00003.safetensors is not a safetensors file")
-    assert "prep-remote" not in json.dumps(error)
-
-
-def test_missing_file_error_names_the_model(files, tmp_path: Path):
-    less = {
-        name: data for name, data in files.items() if name != "model-00002-of-00003.safetensors"
-    }
-    with serve_site(less, tmp_path) as site:
-        error = site.run_prep(*SAVE_INIT, "--stream")["error"]
-    assert error["what"] == "1 of 3 files of o/good is missing"
+    assert error["what"].startswith(what)
     assert "prep-remote" not in json.dumps(error)
 
 
@@ -281,14 +266,6 @@ def init(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkpoint(folder / "m")
     run_ok("save-init", str(folder / "m"), "--out", str(folder / "m-init"))
     return folder / "m-init"
-
-
-def read_files(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 def test_push_uploads_to_the_named_branch(init: Path, tmp_path: Path):
@@ -412,20 +389,9 @@ def test_push_reports_an_unreachable_hub(init: Path, tmp_path: Path):
 def test_parse_push_target_returns_target_or_usage_error():
     assert parse_push_target("o/m", False) == PushTarget("o/m")
     assert parse_push_target("o/m@v1.0", True) == PushTarget("o/m", "v1.0", True)
-    for text in (
-        "m",
-        "o/m/n",
-        "o/",
-        "/m",
-        "o/m@",
-        "o/m@-x",
-        "o/m@a..b",
-        "o/m@a/",
-        "o/a--b",
-        "-o/m",
-        "o/m\n",
-        "../m",
-    ):
+    repos = ["m", "o/m/n", "o/", "/m", "o/a--b", "-o/m", "o/m\n", "../m"]
+    branches = ["o/m@", "o/m@-x", "o/m@a..b", "o/m@a/"]
+    for text in repos + branches:
         with pytest.raises(PrepError) as caught:
             parse_push_target(text, False)
         assert caught.value.code == 2
