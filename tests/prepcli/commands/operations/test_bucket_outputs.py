@@ -32,6 +32,7 @@ from prepcli.stores.object_store import Bucket
 from prepcli.targets.planner import Draft, Placed, make_plan
 from tests.helpers.faults import change_and_restore_time, make_other_values, replace_by_copy
 from tests.helpers.fork_server import ForkedProcess
+from tests.helpers.killing import read_files
 from tests.helpers.object_server import FakeObjectStore
 from tests.helpers.run_cli import MonkeyPatch
 from tests.helpers.slow_cases import slow_except
@@ -39,7 +40,6 @@ from tests.helpers.store_sites import (
     MESH,
     StoreSite,
     finish,
-    read_files,
     stop_or_finish,
     wait_for_writes,
 )
@@ -65,6 +65,14 @@ def words(name: str, home: Path) -> list[str]:
     """Return the arguments of a command, with the path of its source."""
     command, source, *options = COMMANDS[name]
     return [command, str(home / source), *options]
+
+
+def run_with_failing(site: StoreSite, request: str, *arguments: str) -> dict[str, Any]:
+    """Run a command in this process while the store refuses requests that begin so, and return its JSON."""
+    site.store.failing_requests = request
+    report = site.run_prep(*arguments)
+    site.store.failing_requests = "\0"
+    return report
 
 
 def convert_locally(site: StoreSite, arguments: Sequence[str]) -> dict[str, bytes]:
@@ -189,9 +197,7 @@ def test_notes_written_after_the_publication_are_deleted(
     """Another process resumes and publishes the output while this one begins."""
     arguments = (*words("save-init", home), "--out", "gs://bucket/out")
     expected = convert_locally(site, arguments[:-2])
-    site.store.failing_requests = "PUT bucket/out/hf/"
-    assert not site.run_prep(*arguments)["ok"]
-    site.store.failing_requests = "\0"
+    assert not run_with_failing(site, "PUT bucket/out/hf/", *arguments)["ok"]
     join = BucketConverter.join
 
     def join_and_publish(run: BucketConverter, *arguments: Any) -> bool:
@@ -215,9 +221,7 @@ def test_resume_compares_the_source_with_the_earlier_run(
 ):
     make_checkpoint(Path("m"))
     arguments = ("save-init", "./m", "--mesh", "1,2,2", "--out", "gs://bucket/out")
-    site.store.failing_requests = "PUT bucket/out/hf/"
-    assert not site.run_prep(*arguments, "--pad-vocab", "8")["ok"]
-    site.store.failing_requests = "\0"
+    assert not run_with_failing(site, "PUT bucket/out/hf/", *arguments, "--pad-vocab", "8")["ok"]
     change(min(Path("m").glob("*.safetensors")))
     report = site.run_prep(*arguments, "--pad-vocab", "8")
     if change is replace_by_copy:
@@ -292,19 +296,17 @@ def test_kept_objects_are_not_sent_again(site: StoreSite, home: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["run", "session"])
-def test_units_of_another_run_are_written_again(site: StoreSite, home: Path, key: str):
+@pytest.mark.parametrize("field", ["run", "session"])
+def test_units_of_another_run_are_written_again(site: StoreSite, home: Path, field: str):
     """Notes of units have named their run since then. A process of another run may write one late."""
     arguments = (*words("save-init", home), "--out", "gs://bucket/out")
-    site.store.failing_requests = "PUT bucket/out/hf/"
-    assert not site.run_prep(*arguments)["ok"]
-    site.store.failing_requests = "\0"
+    assert not run_with_failing(site, "PUT bucket/out/hf/", *arguments)["ok"]
     notes = [key for key in site.store.objects if "/.prep/done/" in key]
     for key in notes[1:]:
         note = json.loads(site.store.objects[key])
         # The checksum is optional.
         del note["checksum"]
-        note[key] = "another one"
+        note[field] = "another one"
         site.store.store(key, json.dumps(note).encode())
     report = site.run_prep(*arguments)
     assert report["ok"], report
@@ -380,17 +382,10 @@ def test_failed_overwrite_resumes(site: StoreSite, home: Path, failing: str):
 @pytest.mark.slow
 def test_an_unfinished_output_of_another_plan_needs_restart(site: StoreSite, home: Path):
     arguments = (
-        "save-init",
-        str(home / "m"),
-        "--pad-vocab",
-        "8",
-        "--out",
-        "gs://bucket/out",
-        "--mesh",
+        *("save-init", str(home / "m"), "--pad-vocab", "8"),
+        *("--out", "gs://bucket/out", "--mesh"),
     )
-    site.store.failing_requests = "PUT bucket/out/hf/"
-    assert not site.run_prep(*arguments, "1,2,2")["ok"]
-    site.store.failing_requests = "\0"
+    assert not run_with_failing(site, "PUT bucket/out/hf/", *arguments, "1,2,2")["ok"]
     before = site.store.objects_below("bucket/out/")
     error = site.run_prep(*arguments, "1,4,1")["error"]
     assert error["what"] == "gs://bucket/out belongs to another run"
@@ -402,13 +397,8 @@ def test_an_unfinished_output_of_another_plan_needs_restart(site: StoreSite, hom
 def test_concurrent_conversions_to_one_url_write_one_output(site: StoreSite, home: Path):
     """In every interleaving: the other one finds the lock, the objects of a partial output, or the whole output."""
     arguments = (
-        "save-init",
-        str(home / "m"),
-        "--pad-vocab",
-        "8",
-        "--out",
-        "gs://bucket/out",
-        "--mesh",
+        *("save-init", str(home / "m"), "--pad-vocab", "8"),
+        *("--out", "gs://bucket/out", "--mesh"),
     )
     running = []
     for number, mesh in enumerate(("1,2,2", "1,4,1")):
@@ -484,9 +474,7 @@ def test_an_object_of_a_second_writer_stays(site: StoreSite, home: Path, content
     path, data = max(expected.items(), key=lambda item: len(item[1]))
     # Of the same size, or of another one
     foreign = content or bytes(len(data))
-    site.store.failing_requests = "PUT bucket/out/d/"
-    assert not site.run_prep(*arguments)["ok"]
-    site.store.failing_requests = "\0"
+    assert not run_with_failing(site, "PUT bucket/out/d/", *arguments)["ok"]
     site.store.store(f"bucket/out/{path}", foreign)
     error = site.run_prep(*arguments)["error"]
     assert error["what"] == f"{path} of gs://bucket/out was written by another program"
@@ -507,9 +495,7 @@ def test_objects_that_are_listed_late_are_found(site: StoreSite, home: Path):
 @pytest.mark.slow
 def test_a_lost_object_is_written_again_by_the_next_run(site: StoreSite, home: Path):
     arguments = (*words("save-init", home), "--out", "gs://bucket/out")
-    site.store.failing_requests = "PUT bucket/out/hf/"
-    assert not site.run_prep(*arguments)["ok"]
-    site.store.failing_requests = "\0"
+    assert not run_with_failing(site, "PUT bucket/out/hf/", *arguments)["ok"]
     lost = next(key for key in site.store.objects if key.startswith("bucket/out/d/"))
     del site.store.objects[lost]
     error = site.run_prep(*arguments)["error"]
