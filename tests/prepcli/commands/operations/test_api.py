@@ -234,8 +234,9 @@ def test_errors_name_arguments_beside_an_observer(model: Path):
     options: dict[str, Any] = {"progress": RecordedNotes()}
     with pytest.raises(prep.UsageError, match="`size=5` is too small"):
         prep.pad_vocab(model, size=5, **options)
+    options["multiple"] = "8"
     with pytest.raises(prep.UsageError) as caught:
-        prep.pad_vocab(model, multiple="8", **options)
+        prep.pad_vocab(model, **options)
     assert "multiple" in caught.value.what
     assert "--" not in str(caught.value)
 

@@ -102,48 +102,43 @@ def test_eval_prints_its_phases(work_dir: Path, capsys: Capture):
 def test_eval_reads_columns_of_json_lines(work_dir: Path, capsys: Capture):
     text = Path("a.txt").read_text()
     Path("a.jsonl").write_text(json.dumps({"body": text}) + "\n")
-    by_option = eval_json(capsys, "tiny", "--data", "a.jsonl", "--fields", "body")
-    assert by_option["loss"] == eval_json(capsys, "tiny", "--data", "a.txt")["loss"]
-    assert (
-        eval_json(capsys, "tiny", "--data", "a.jsonl", "--set", "data.fields=body")["loss"]
-        == by_option["loss"]
-    )
+    expected = eval_json(capsys, "tiny", "--data", "a.txt")["loss"]
+    for options in (("--fields", "body"), ("--set", "data.fields=body")):
+        assert eval_json(capsys, "tiny", "--data", "a.jsonl", *options)["loss"] == expected
 
 
 def test_eval_keeps_tokens_in_the_cache(work_dir: Path, capsys: Capture):
-    first = eval_json(capsys, "tiny", "--data", "a.txt", "--cache", "tokens")
+    words = ("tiny", "--data", "a.txt", "--cache", "tokens")
+    first = eval_json(capsys, *words)
     assert any(Path("tokens").iterdir())
-    assert (
-        eval_json(capsys, "tiny", "--data", "a.txt", "--cache", "tokens")["loss"] == first["loss"]
-    )
+    assert eval_json(capsys, *words)["loss"] == first["loss"]
+
+
+# Words after `prep eval tiny`, and the error
+REFUSED = [
+    ("", "no data was given"),
+    ("--data =a.txt", "`--data =a.txt` is invalid"),
+    ("--data none.txt", "no data in `none.txt`"),
+    ("--data a.txt --set train.steps=3", "`--set train.steps=3` is not supported"),
+    ("--data a.txt --metric rouge", "`--metric rouge` is not supported for this model"),
+    ("--data a.txt --tokenizer gone.json", "no tokenizer at gone.json"),
+]
 
 
 def test_eval_reports_missing_data(work_dir: Path, capsys: Capture):
-    assert error_lines(capsys, "eval", "tiny")[0] == "error: no data was given"
-    assert (
-        error_lines(capsys, "eval", "tiny", "--data", "=a.txt")[0]
-        == "error: `--data =a.txt` is invalid"
-    )
-    assert (
-        error_lines(capsys, "eval", "tiny", "--data", "none.txt")[0]
-        == "error: no data in `none.txt`"
-    )
-    lines = error_lines(capsys, "eval", "tiny", "--data", "a.txt", "--set", "train.steps=3")
-    assert lines[0] == "error: `--set train.steps=3` is not supported"
+    for words, message in REFUSED:
+        lines = error_lines(capsys, "eval", "tiny", *words.split())
+        assert lines[0] == f"error: {message}"
     Path("tiny/tokenizer.json").unlink()
-    assert (
-        error_lines(capsys, "eval", "tiny", "--data", "a.txt")[0] == "error: tiny has no tokenizer"
-    )
+    lines = error_lines(capsys, "eval", "tiny", "--data", "a.txt")
+    assert lines[0] == "error: tiny has no tokenizer"
 
 
 def test_evaluate_of_the_api_returns_the_report(work_dir: Path, capsys: Capture):
     expected = eval_json(capsys, "tiny", "--data", "first=a.txt")
     result = prep.evaluate("tiny", ["first=a.txt"], seq_length=LENGTH)
-    assert (result.loss, result.perplexity, result.accuracy) == (
-        expected["loss"],
-        expected["perplexity"],
-        expected["accuracy"],
-    )
+    for key in ("loss", "perplexity", "accuracy"):
+        assert getattr(result, key) == expected[key]
     assert result.sources["first"].loss == result.loss
     assert prep.evaluate("tiny", "a.txt", seq_length=LENGTH).loss == result.loss
 
@@ -214,15 +209,9 @@ def test_metrics_compare_with_whole_references(capsys: Any):
     assert report["warnings"] == [expected]
     options: dict[str, Any] = {"fields": "[source], target", "seq_length": 4}
     overrides = "data.source_length=8"
-    result = prep.evaluate(
-        "t5", "pairs.jsonl", metrics="exact_match", overrides=overrides, **options
-    )
+    options |= {"metrics": "exact_match", "overrides": overrides}
+    result = prep.evaluate("t5", "pairs.jsonl", **options)
     assert result.sources["pairs.jsonl"].metrics == {"exact_match": pytest.approx(1 / 3)}
-
-
-def test_metrics_of_a_model_without_encoder_are_refused(work_dir: Path, capsys: Capture):
-    lines = error_lines(capsys, "eval", "tiny", "--data", "a.txt", "--metric", "rouge")
-    assert lines[0] == "error: `--metric rouge` is not supported for this model"
 
 
 # Hints of `prep eval` name its options, not tables of a recipe
@@ -315,24 +304,14 @@ def make_recipe(override: str) -> Recipe:
     )
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "model.rope_theta",
-        "model.overrides",
-        "model.rope_scaling.factor",
-        "data.holdout",
-        "data.path",
-        "train.steps",
-    ],
-)
-def test_keys_without_effect_are_not_supported(key: str):
-    with pytest.raises(UsageError) as raised:
-        make_recipe(f"{key}=1")
-    assert raised.value.what == f"`--set {key}=1` is not supported"
+IGNORED_KEYS = ["rope_theta", "overrides", "rope_scaling.factor"]
 
 
-def test_misspelled_key_gets_a_suggestion():
+def test_keys_without_effect_are_not_supported():
+    for key in (*(f"model.{name}" for name in IGNORED_KEYS), "data.holdout", "data.path"):
+        with pytest.raises(UsageError) as raised:
+            make_recipe(f"{key}=1")
+        assert raised.value.what == f"`--set {key}=1` is not supported"
     with pytest.raises(UsageError) as raised:
         make_recipe("data.source_lenght=1")
     assert "`data.source_length`" in raised.value.hint
