@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from prepcli.algebra.grids import ChunkIndex
+if TYPE_CHECKING:
+    from prepcli.algebra.grids import ChunkIndex
 
 # The values of `--storage`.
 StorageName = Literal["ocdbt", "files", "zarr3", "zarr3-files"]

@@ -12,12 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
-from prepcli.algebra.axis_map import RowScale, Sizes
-from prepcli.planning.manifest_fields import ScaleFields, ScaleRecord
 from prepcli.planning.tensors import NUM_UPDATES, STEP
 
 if TYPE_CHECKING:
-    from prepcli.planning.manifest_fields import TrainingStateRecord
+    from prepcli.algebra.axis_map import RowScale, Sizes
+    from prepcli.planning.manifest_fields import ScaleFields, ScaleRecord, TrainingStateRecord
 
 SIGNIFICANT_DTYPES = ("", "float16", "bfloat16", "float32")
 ROOT_DTYPES = ("", "float32", "bfloat16")
