@@ -238,8 +238,10 @@ def _serve(requests: socket.socket, modules: Sequence[str]) -> None:
     """Import modules, fork a process for each request, and report its process id and later its exit code."""
     for name in (*PRELOADED, *filter(_is_installed, PRELOADED_IF_INSTALLED), *modules):
         importlib.import_module(name)
-    # Each command would build the options of all commands, which takes half the time of a small one.
-    importlib.import_module("prepcli.commands.cli.root").command_group()
+    # Otherwise each process would read the options of its command.
+    commands = importlib.import_module("prepcli.commands.cli.root").command_group().commands
+    for name in commands:
+        commands[name]
     # `select.select` would fail for descriptors above 1023, which a long test session may reach.
     selector = selectors.DefaultSelector()
     selector.register(requests, selectors.EVENT_READ)

@@ -64,16 +64,17 @@ def conversion(guide: str) -> Callable[[Callable[..., None]], CliCommand]:
             )
             return conversion_report(result, ui.level)
 
-        # The declared parameters come first, without `options` and `arguments` of `convert`.
-        declared = inspect.signature(declaration, eval_str=True).parameters
-        common = inspect.signature(convert, eval_str=True).parameters
-        names = ("conversion", "sharing", "ui")
-        parameters = [common["context"], *declared.values(), *(common[name] for name in names)]
-        keywords = [each.replace(kind=each.KEYWORD_ONLY) for each in parameters]
-        vars(convert)["__signature__"] = inspect.Signature(keywords)
+        def read_signature() -> inspect.Signature:
+            # The declared parameters come first, without `options` and `arguments` of `convert`.
+            declared = inspect.signature(declaration, eval_str=True).parameters
+            common = inspect.signature(convert, eval_str=True).parameters
+            names = ("conversion", "sharing", "ui")
+            parameters = [common["context"], *declared.values(), *(common[name] for name in names)]
+            return inspect.Signature([each.replace(kind=each.KEYWORD_ONLY) for each in parameters])
+
         convert.__name__ = declaration.__name__
         convert.__doc__ = declaration.__doc__
-        return command(guide=guide)(convert)
+        return command(guide=guide, read_signature=read_signature)(convert)
 
     return decorate
 

@@ -6,7 +6,7 @@ import io
 from contextlib import redirect_stdout
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.cli.root import COMMANDS
+from prepcli.commands.cli.root import all_commands
 
 HEAD = """# Commands
 
@@ -17,7 +17,7 @@ For users who look up an option: the output of `--help` for every command. This 
 
 def cli_page() -> str:
     """Return the page: the help text of every command, in the order of `prep --help`."""
-    names = [f"{command.group} {command.name}".strip() for command in COMMANDS]
+    names = [f"{command.group} {command.name}".strip() for command in all_commands()]
     return "\n".join(
         [HEAD, *(f"## prep {name}\n\n```text\n{_help_text(name)}\n```\n" for name in names)]
     )

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from prepcli.commands.cli.option_groups import is_from_variable, option_name
-from prepcli.commands.cli.root import app, command_group
+from prepcli.commands.cli.root import command_group
 from prepcli.commands.console.stdio import (
     escape_unencodable,
     is_reader_gone,
@@ -135,12 +135,7 @@ def _failure_ui(args: Sequence[str]) -> Ui:
     """Return the Ui for errors, from unparsed words: an error may occur before options are parsed."""
     # Words after `--` belong to another command, e.g. `prep launch slurm r.toml -- --json`.
     options = args[: args.index("--")] if "--" in args else args
-    names: list[str] = []
-    for command in app.registered_commands:
-        if command.callback is not None:
-            names.append(command.name or command.callback.__name__.replace("_", "-"))
-    names += [group.name for group in app.registered_groups if group.name]
-    commands = [name for name in names if name in options]
+    commands = [name for name in command_group().commands if name in options]
     first = min(commands, key=options.index, default="")
     return open_ui(first, "--json" in options, "-q" in options or "--quiet" in options, 0)
 

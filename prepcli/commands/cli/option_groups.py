@@ -38,7 +38,6 @@ from prepcli.core.option_spec import (
     option,
     option_rows,
 )
-from prepcli.planning.work_units import launcher_share
 
 # Limit of numbers in options: sizes in bytes computed from them must fit the integers of every library.
 MAX_INTEGER = (1 << 63) - 1
@@ -85,6 +84,8 @@ class OneProcessCommand(StrictCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Raise UsageError if a launcher started several processes of it."""
+        from prepcli.planning.work_units import launcher_share
+
         # With `srun -n 8 prep demo`, eight processes would delete and write the same folder.
         share, launcher = launcher_share(os.environ)
         if share.count > 1:
@@ -285,23 +286,32 @@ OutputUi = Annotated[Ui, OutputOptions]
 ProgressUi = Annotated[Ui, ProgressOptions]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CliCommand:
-    """A command of `prep`.
+    """A command of `prep`. Its options are read when it is used, because each start of `prep` declares all commands.
 
     Attributes:
         name: Its name, without that of its group.
         guide: The page of `prep docs` about it.
         group: The group of commands that it belongs to, e.g. `launch`.
         typer_class: Class of the command for Typer.
-        function: The function with the signature that Typer reads. It returns the exit code.
+        declaration: The function with groups of options as parameters. It returns the report to print.
+        read_signature: Returns the signature of the declaration, with evaluated types.
     """
 
     name: str
     guide: str
     group: str
     typer_class: type[TyperCommand]
-    function: Callable[..., int]
+    declaration: Callable[..., Report]
+    read_signature: Callable[[], inspect.Signature]
+
+    @functools.cached_property
+    def function(self) -> Callable[..., int]:
+        """The function with the signature that Typer reads. It returns the exit code."""
+        return _typer_function(
+            self.declaration, self.read_signature(), command_name=self.group or self.name
+        )
 
     @property
     def help(self) -> str:
@@ -309,7 +319,7 @@ class CliCommand:
 
         Click's marker `\b` before the examples keeps their line breaks.
         """
-        text = inspect.cleandoc(self.function.__doc__ or "").replace(
+        text = inspect.cleandoc(self.declaration.__doc__ or "").replace(
             "Examples:\n", "\b\nExamples:\n"
         )
         return f"{text}\n\nGuide: prep docs {self.guide}" if self.guide else text
@@ -321,26 +331,35 @@ def command(
     guide: str = "",
     group: str = "",
     typer_class: type[TyperCommand] = StrictCommand,
+    read_signature: Callable[[], inspect.Signature] | None = None,
 ) -> Callable[[Callable[..., Report]], CliCommand]:
     """Return a decorator that makes a command of a function. See `CliCommand` for the arguments.
 
-    Without `name`, the command has the name of the function.
+    Without `name`, the command has the name of the function. Without `read_signature`, it has its signature.
     """
 
     def decorate(function: Callable[..., Report]) -> CliCommand:
-        word = name or function.__name__.replace("_", "-")
-        return CliCommand(word, guide, group, typer_class, _typer_function(function, group or word))
+        return CliCommand(
+            name=name or function.__name__.replace("_", "-"),
+            guide=guide,
+            group=group,
+            typer_class=typer_class,
+            declaration=function,
+            read_signature=read_signature
+            or functools.partial(inspect.signature, function, eval_str=True),
+        )
 
     return decorate
 
 
-def _typer_function(function: Callable[..., Report], command_name: str) -> Callable[..., int]:
+def _typer_function(
+    function: Callable[..., Report], signature: inspect.Signature, *, command_name: str
+) -> Callable[..., int]:
     """Return a function with one parameter for each option, which prints the report of `function`."""
     rows_of: dict[str, Mapping[str, tuple[Any, OptionSpec]]] = {}
     arguments: list[Parameter] = []
     options: list[tuple[int, Parameter]] = []
     negated: set[str] = set()
-    signature = inspect.signature(function, eval_str=True)
     for parameter in signature.parameters.values():
         rows = _rows_of_parameter(parameter)
         if rows is None:

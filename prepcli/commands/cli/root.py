@@ -25,12 +25,12 @@ imports (numpy, jax, huggingface_hub, rich …) are not allowed at the top of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, cached_property
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from prepcli.commands.cli.conversion import (
@@ -54,7 +54,6 @@ from prepcli.commands.cli.inspection import (
     suggest,
     verify,
 )
-from prepcli.commands.cli.launch import ENGINE_COMMANDS, local
 from prepcli.commands.cli.option_groups import CliCommand
 from prepcli.commands.cli.training import evaluate, generate, plan, recipes, report, tokenize, train
 from prepcli.core import version
@@ -62,19 +61,84 @@ from prepcli.core.errors import USAGE
 from prepcli.core.signals import Interrupted, notes_of
 from prepcli.core.unexpected import label_errors, process_of
 
-# The sections of `--help` and their commands. A group such as `map` stands where its first command does.
+
+def _launch_commands() -> tuple[CliCommand, ...]:
+    # Other commands start without the options of the engines.
+    from prepcli.commands.cli.launch import ENGINE_COMMANDS, local
+
+    return (*ENGINE_COMMANDS, local)
+
+
+def _map_commands() -> tuple[CliCommand, ...]:
+    return (suggest,)
+
+
+# The sections of `--help` with their commands and groups of commands.
 SECTIONS = {
-    "Convert": (save_init, reshard, export, merge, pad_vocab, add_tokens, remove_tokens, suggest),
+    "Convert": (save_init, reshard, export, merge, pad_vocab, add_tokens, remove_tokens, "map"),
     "Check": (inspect, verify, lock, roundtrip, check_family),
     "Train and use": (plan, tokenize, train, report, evaluate, generate),
-    "Launch": (*ENGINE_COMMANDS, local),
+    "Launch": ("launch",),
     "Look up": (demo, docs, models, recipes, env),
 }
-COMMANDS = tuple(command for commands in SECTIONS.values() for command in commands)
 GROUP_HELP = {
     "map": "Propose maps between the tensors of checkpoints.",
     "launch": "Start a command on a cluster, or in several processes.",
 }
+GROUP_COMMANDS = {"map": _map_commands, "launch": _launch_commands}
+
+
+def all_commands() -> Iterator[CliCommand]:
+    """Yield the commands of all sections and groups, in the order of `--help`."""
+    for entries in SECTIONS.values():
+        for entry in entries:
+            if isinstance(entry, str):
+                yield from GROUP_COMMANDS[entry]()
+            else:
+                yield entry
+
+
+def _top_commands() -> Iterator[CliCommand]:
+    for entries in SECTIONS.values():
+        for entry in entries:
+            if not isinstance(entry, str):
+                yield entry
+
+
+class LazyCommands(Mapping[str, Any]):
+    """The Click commands of a group by name. Each is made at its first use: Typer reads its options in about 5 ms."""
+
+    def __init__(
+        self, load: Callable[[], Iterable[CliCommand]], click_commands: Mapping[str, Any]
+    ) -> None:
+        """Keep the function that returns the declared commands, and the commands of Click that are already made."""
+        self._load = load
+        self._click_commands = dict(click_commands)
+
+    @cached_property
+    def _declared(self) -> Mapping[str, CliCommand]:
+        return {command.name: command for command in self._load()}
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a command of Click."""
+        if name not in self._click_commands:
+            self._click_commands[name] = _click_command(self._declared[name])
+        return self._click_commands[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names."""
+        yield from dict.fromkeys([*self._declared, *self._click_commands])
+
+    def __len__(self) -> int:
+        """Return the number of commands."""
+        return len({*self._declared, *self._click_commands})
+
+
+def _click_command(command: CliCommand) -> Any:
+    """Return a command as Typer makes it for an application with this command alone."""
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
+    single.command(command.name, cls=command.typer_class, help=command.help)(command.function)
+    return get_command(single)
 
 
 class HelpfulGroup(TyperGroup):
@@ -92,15 +156,17 @@ class CommandGroup(HelpfulGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands in the order of `--help`."""
-        return _help_names(COMMANDS)
+        return [_help_name(entry) for entries in SECTIONS.values() for entry in entries]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands by section, each with the first sentence of its help."""
         width = max(map(len, self.list_commands(ctx)))
-        for title, commands in SECTIONS.items():
+        for title, entries in SECTIONS.items():
             rows: list[tuple[str, str]] = []
-            for name in _help_names(commands):
-                summary = self.commands[name].get_short_help_str(formatter.width)
+            for entry in entries:
+                name = _help_name(entry)
+                text = GROUP_HELP[name] if isinstance(entry, str) else entry.help
+                summary = TyperCommand(name, help=text).get_short_help_str(formatter.width)
                 rows.append((name.ljust(width), summary))
             with formatter.section(title):
                 formatter.write_dl(rows)
@@ -156,24 +222,20 @@ def prep(
         raise typer.Exit(USAGE)
 
 
-def _help_names(commands: Iterable[CliCommand]) -> list[str]:
-    """Return the names in the help: each command, and each group of commands once."""
-    return [*dict.fromkeys(command.group or command.name for command in commands)]
+def _help_name(entry: CliCommand | str) -> str:
+    """Return the name in the help of a command or of a group of commands."""
+    return entry if isinstance(entry, str) else entry.name
 
 
-_groups = {"": app}
 for name, text in GROUP_HELP.items():
-    _groups[name] = typer.Typer(cls=HelpfulGroup, help=text, rich_markup_mode=None)
-    app.add_typer(_groups[name], name=name)
-for command in COMMANDS:
-    register = _groups[command.group].command
-    register(command.name, cls=command.typer_class, help=command.help)(command.function)
+    app.add_typer(typer.Typer(cls=HelpfulGroup, help=text, rich_markup_mode=None), name=name)
 
 
 @cache
 def command_group() -> Any:
-    """Return the Click group of all commands.
-
-    Typer reads the signatures of all commands for each call of an app, in about 15 ms.
-    """
-    return get_command(app)
+    """Return the Click group of all commands."""
+    root: Any = get_command(app)
+    for name, load in GROUP_COMMANDS.items():
+        root.commands[name].commands = LazyCommands(load, {})
+    root.commands = LazyCommands(_top_commands, root.commands)
+    return root

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.cli.root import COMMANDS
+from prepcli.commands.cli.root import all_commands
 from prepcli.sources.aliases import ALIAS_FAMILIES
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.waiting import MAX_S
@@ -29,7 +29,7 @@ SLOW_IMPORTS = {
     "tensorstore",
     "torch",
 }
-COMMAND_WORDS = [f"{command.group} {command.name}".split() for command in COMMANDS]
+COMMAND_WORDS = [f"{command.group} {command.name}".split() for command in all_commands()]
 HELPS = [[], ["launch"], ["map"], *COMMAND_WORDS]
 
 # Script of a process with additional commands, which prints `ready` when a command runs

@@ -8,7 +8,7 @@ from typing import Annotated, TypedDict
 import pytest
 
 from prepcli.commands.cli.option_groups import CheckpointArgument, ProgressUi, command
-from prepcli.commands.cli.root import COMMANDS
+from prepcli.commands.cli.root import all_commands
 from prepcli.commands.console.ui import Report
 from prepcli.core.errors import PrepError
 from prepcli.core.option_spec import flag, option
@@ -57,6 +57,6 @@ def test_command_receives_its_option_groups(capsys: pytest.CaptureFixture[str]) 
     assert '"command": "example", "ok": false' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+@pytest.mark.parametrize("command", [*all_commands()], ids=lambda command: command.name)
 def test_every_command_has_output_options(command) -> None:
     assert {*OUTPUT_NAMES} <= {*inspect.signature(command.function).parameters}
