@@ -54,7 +54,7 @@ from prepcli.commands.cli.inspection import (
     suggest,
     verify,
 )
-from prepcli.commands.cli.option_groups import CliCommand
+from prepcli.commands.cli.option_groups import CliCommand, PlainValues
 from prepcli.commands.cli.training import evaluate, generate, plan, recipes, report, tokenize, train
 from prepcli.core import version
 from prepcli.core.errors import USAGE
@@ -141,7 +141,7 @@ def _click_command(command: CliCommand) -> Any:
     return get_command(single)
 
 
-class HelpfulGroup(TyperGroup):
+class HelpfulGroup(PlainValues, TyperGroup):
     """Group of commands in which `help COMMAND` is `COMMAND --help`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -281,6 +281,21 @@ def test_conversions_import_no_framework(folder: Path):
     check_imports(folder, HEAVY_MODULES, LIGHT_COMMANDS)
 
 
+def test_commands_with_texts_import_no_pydantic(folder: Path):
+    """Typer converts values of other types, such as choices, with pydantic. Its import takes 0.1 s."""
+    commands = [
+        ["inspect", "./m"],
+        ["save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto", "--out", "no-pydantic"],
+        ["verify", "init", "./m"],
+    ]
+    check_imports(folder, ["pydantic"], commands)
+
+
+def test_help_imports_no_plan_and_no_engine(folder: Path):
+    modules = ["pydantic", "prepcli.algebra", "prepcli.launch", "prepcli.planning.plan"]
+    check_imports(folder, modules, [["save-init", "--help"]])
+
+
 @pytest.mark.slow
 def test_conversion_imports_no_unused_feature(folder: Path):
     check_imports(folder, UNUSED_MODULES, [["save-init", "./m", "--out", "unused-features"]])
