@@ -210,6 +210,10 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
             or (f"did you mean `{suggestion}`?" if suggestion else f"`{path} --help`")
         )
         return usage_error(f"`{path}` has no option `{option}`", hint=hint)
+    if match := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.+)\)\.?$", message):
+        noun = "arguments" if " " in match[1] else "argument"
+        words = shorten(match[1], SHORT_WORD_CHARS)
+        return usage_error(f"unexpected {noun} `{words}`", hint=f"`{path} --help`")
     # Typer appends `(env var: 'PREP_MEMORY')` even if the command line gave the value.
     first_line = re.sub(r" \(env var: '\w+'\)", "", message.partition("\n")[0]).rstrip(".")
     what, _, why = first_line.partition(": ")
@@ -229,7 +233,7 @@ def _command_hint(name: str, path: str, commands: Collection[str]) -> str:
     """Return a hint for an unknown command: its name in prep, one of a similar name, or the list of commands."""
     if name in OTHER_COMMAND_NAMES:
         return OTHER_COMMAND_NAMES[name]
-    if suggestion := suggest(name, commands):
+    if suggestion := suggest(name, [*commands, "help"]):
         return f"did you mean `{suggestion}`?"
     return f"`{path} --help`"
 

@@ -200,10 +200,19 @@ def test_no_command_is_a_usage_error_with_help() -> None:
         (["modles"], "error: unknown command `modles`\n hint: did you mean `models`?\n"),
         (["zzz"], "error: unknown command `zzz`\n hint: `prep --help`\n"),
         (["help", "zzz"], "error: unknown command `zzz`\n hint: `prep --help`\n"),
+        (["halp"], "error: unknown command `halp`\n hint: did you mean `help`?\n"),
         (["finetune"], "error: unknown command `finetune`\n hint: did you mean `train`?\n"),
         (["launch", "slrm"], "error: unknown command `slrm`\n hint: did you mean `slurm`?\n"),
         (["launch", "zzz"], "error: unknown command `zzz`\n hint: `prep launch --help`\n"),
         (["launch"], "error: missing command\n hint: `prep launch --help`\n"),
+        (
+            ["eval", "m", "recipe.toml"],
+            "error: unexpected argument `recipe.toml`\n hint: `prep eval --help`\n",
+        ),
+        (
+            ["eval", "m", "a", "b"],
+            "error: unexpected arguments `a b`\n hint: `prep eval --help`\n",
+        ),
         (
             ["models", "--jsn"],
             "error: `prep models` has no option `--jsn`\n hint: did you mean `--json`?\n",
