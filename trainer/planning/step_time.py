@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prepcli.core.errors import Option, text, usage_error
@@ -114,6 +114,14 @@ def accelerator_of(device_kind: str) -> Accelerator | None:
     return None
 
 
+def _count_hint(devices: str, kinds: Mapping[str, str]) -> str:
+    """Return the option for `8xH100` or `H100x8`, or an empty text for other values."""
+    match = re.fullmatch(r"(?:(\d{1,7}) ?x ?)?(.+?)(?: ?x ?(\d{1,7}))?", devices.lower())
+    if match is None or match[2] not in kinds:
+        return ""
+    return text("{}", Option("devices", f"{kinds[match[2]]}:{match[1] or match[3]}"))
+
+
 def parse_devices(devices: str) -> tuple[Accelerator | None, int | None]:
     """Parse `KIND`, `KIND:NUMBER` or `NUMBER`, such as `v5p:256`.
 
@@ -129,7 +137,7 @@ def parse_devices(devices: str) -> tuple[Accelerator | None, int | None]:
     kinds = {known.lower(): known for known in ACCELERATORS}
     if not is_number and name.lower() not in kinds:
         why = f"known: {', '.join(ACCELERATORS)}"
-        hint = did_you_mean_start(name, ACCELERATORS)
+        hint = _count_hint(name, kinds) or did_you_mean_start(name, ACCELERATORS)
         raise usage_error(text("{}: unknown kind `{:.60}`", option, name), why, hint)
     # `isdecimal` above accepts numbers of any length and digits of other scripts. `int` must get neither.
     if colon and not (re.fullmatch("[0-9]{1,7}", number) and 1 <= int(number) <= MAX_DEVICES):

@@ -424,6 +424,6 @@ def _fill_open_mesh_axis(mesh: str, kind: Accelerator | None, number: int | None
     if -1 in parsed.sizes:
         devices_option = Option("devices", "256")
         hint = text("{} or `v5p:256`, or {} without -1", devices_option, Option("mesh"))
-        why = "its size follows from the number of devices, which is unknown"
-        raise usage_error(f"mesh {parsed} has an axis of size -1", why, hint)
+        why = "an axis of size -1 takes all devices that the other axes leave"
+        raise usage_error(f"mesh {parsed} needs the number of devices", why, hint)
     return str(parsed)

@@ -231,7 +231,7 @@ def test_search_lists_fitting_meshes_first_the_fastest(capsys: Capture):
             USAGE,
             "`--mesh` has no effect with `--search`",
         ),
-        (["--mesh=-1,1,1"], USAGE, "mesh -1,1,1 has an axis of size -1"),
+        (["--mesh=-1,1,1"], USAGE, "mesh -1,1,1 needs the number of devices"),
         (["--devices", "v4:9"], USAGE, "mesh 1,8,1 needs 8 devices, there are 9"),
         (["--mesh", "1,1,3"], USAGE, "heads 32 cannot be split over mp 3"),
         (["--config", "none.json"], FAILED, ". has no none.json"),
@@ -245,6 +245,12 @@ def test_invalid_requests_are_errors(words: list[str], code: int, what: str, cap
 def test_first_letters_of_a_device_kind_get_suggestions(capsys: Capture):
     error = plan_json(capsys, "llama-7b.toml", "--devices", "a100:8", code=USAGE)["error"]
     assert error["hint"] == "did you mean `A100-40` or `A100-80`?"
+
+
+@pytest.mark.parametrize("devices", ["8xH100", "8 x h100", "h100x8"])
+def test_number_and_kind_of_devices_get_a_suggestion(devices: str, capsys: Capture):
+    error = plan_json(capsys, "llama-7b.toml", "--devices", devices, code=USAGE)["error"]
+    assert error["hint"] == "`--devices H100:8`"
 
 
 def test_page_is_self_contained(capsys: Capture):
