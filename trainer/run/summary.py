@@ -137,17 +137,26 @@ def token_stores(train: Dataset) -> dict[str, TokenStore]:
 
 
 def note_summary(
-    run: Run, start: StartCheckpoint, config: LoopConfig, kernel: KernelChoice
+    run: Run,
+    start: StartCheckpoint,
+    config: LoopConfig,
+    kernel: KernelChoice,
+    *,
+    is_finished: bool,
 ) -> None:
-    """Describe a run to its user before the first step."""
+    """Describe a run to its user before the first step. A finished run has no further step."""
     for line in _summary_lines(run, start, config, kernel):
         run.observer.note(line)
+    if is_finished:
+        run.observer.note(f"the run is finished at step {start.steps_taken}")
+    elif start.steps_taken:
+        run.observer.note(f"resuming at step {start.steps_taken}")
 
 
 def _summary_lines(
     run: Run, start: StartCheckpoint, config: LoopConfig, kernel: KernelChoice
 ) -> Iterator[str]:
-    """Yield lines that describe a run: mesh, rules, model, attention kernel, batch, evaluation and first step."""
+    """Yield lines that describe a run: mesh, rules, model, attention kernel, batch, evaluation and data."""
     setup = config.setup
     yield from _mesh_lines(setup)
     for line in (
@@ -178,8 +187,6 @@ def _summary_lines(
     if run.is_process_0:
         folder = run.recipe.data.tokenizer or start.tokenizer_folder
         yield from _sample_counts_lines(config.train, Path(folder))
-    if start.steps_taken:
-        yield f"resuming at step {start.steps_taken}"
 
 
 def _sample_counts_lines(train: Dataset, tokenizer: Path) -> Iterator[str]:

@@ -141,11 +141,11 @@ def train(
                 run, start, model, sharding=sharding, kernel=kernel, data=data, sampler=sampler
             )
             check_before_steps(run, start, config, changed)
-            note_summary(run, start, config, kernel)
             step = start.steps_taken
             patience = find_patience(run, config, start)
             missing_events = find_missing_events(run, config, start, patience)
             is_finished = config.has_ended(step, patience) and not missing_events
+            note_summary(run, start, config, kernel, is_finished=is_finished)
             if not is_finished:
                 check_resumable_step(run, start, config)
             if options.dry_run:

@@ -77,6 +77,8 @@ def test_finished_run_exports_and_resumes_without_steps(
     }
     run_ok("verify", "learned", "runs/recipe")
     capsys.readouterr()
+    assert main(["train", "recipe.toml"]) == OK
+    assert "the run is finished at step 12" in capsys.readouterr().err
     again, report = train_json(capsys)
     assert (again, report["resumed_at"], report["step"]) == (OK, 12, 12), (
         "a run that is done does nothing"
