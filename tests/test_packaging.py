@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -118,6 +119,16 @@ def test_wheel_has_its_metadata(wheel: Path):
     assert "\nLicense-Expression: Apache-2.0\n" in texts["METADATA"]
     assert "prep = prepcli.__main__:main" in texts["entry_points.txt"]
     assert f"{DIST_INFO}/licenses/LICENSE" in names_in(wheel)
+
+
+def test_readme_of_an_index_has_no_relative_links(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"{DIST_INFO}/METADATA").decode()
+    assert "\nDescription-Content-Type: text/markdown\n" in metadata
+    assert "\n- **Plan** memory, time and communication" in metadata
+    assert "\n$ prep pad-vocab tiny --multiple 8\n" in metadata
+    links = re.findall(r"\]\(([^)]*)\)", metadata)
+    assert [link for link in links if not link.startswith("https://")] == []
 
 
 def test_sdist_has_the_checkout(sdist: Path):
