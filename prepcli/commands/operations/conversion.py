@@ -349,6 +349,15 @@ def dropped_text(plan: Plan) -> str:
     return ", ".join(f"{count} dropped ({rule})" for rule, count in rules.items())
 
 
+def why_not_computed(source: Source) -> str | None:
+    """Return why prep cannot train or run a model, or None if it can."""
+    try:
+        source.family.arch_config(source.config)
+    except PrepError as error:
+        return join_texts(" - ", [error.what, error.why])
+    return None
+
+
 def _note_plan(plan: Plan, notes: Iterable[str], source: Source, observer: Observer) -> str | None:
     """Note the source and the plan, at `-v` also each leaf and each dropped tensor.
 
@@ -356,11 +365,7 @@ def _note_plan(plan: Plan, notes: Iterable[str], source: Source, observer: Obser
         Why prep cannot run the model, or None if it can.
     """
     observer.note(source_line(source))
-    unsupported_reason: str | None = None
-    try:
-        source.family.arch_config(source.config)
-    except PrepError as error:
-        unsupported_reason = join_texts(" - ", [error.what, error.why])
+    unsupported_reason = why_not_computed(source)
     if source.family.is_verbatim:
         observer.warn(f"{source.display_name}: {CANNOT_TRAIN}")
     elif unsupported_reason:

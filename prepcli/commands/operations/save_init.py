@@ -18,6 +18,7 @@ from prepcli.commands.operations.checkpoint_options import (
 from prepcli.commands.operations.conversion import (
     OUT_PLACEHOLDER,
     open_conversion,
+    why_not_computed,
 )
 from prepcli.commands.operations.operation import public, reject_without
 from prepcli.commands.operations.options import ReshardOptions, SaveInitOptions
@@ -122,8 +123,15 @@ def save_init(
         out_name=f"{name}-{'step' if layout.is_training_step else 'init'}",
         notes=_layout_lines(draft, layout, placed),
         fields=_layout_fields(draft, placed),
-        next_command=f"prep reshard {OUT_PLACEHOLDER} --mesh DP,FSDP,MP",
+        next_command=_next_command(source),
     )
+
+
+def _next_command(source: Source) -> str:
+    """Return the command that follows save-init: training, if prep can train the model."""
+    if why_not_computed(source) is not None:
+        return f"prep reshard {OUT_PLACEHOLDER} --mesh DP,FSDP,MP"
+    return f"prep train RECIPE --set model.path={OUT_PLACEHOLDER}"
 
 
 @public

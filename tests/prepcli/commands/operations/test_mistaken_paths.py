@@ -174,7 +174,7 @@ def test_next_command_quotes_a_path_with_spaces(capsys: Capture):
     """Each shown command is run as a shell would split it."""
     Path("m").rename("my model")
     assert main(["save-init", "my model", "--out", "an init"]) == OK
-    assert "next: prep reshard 'an init' --mesh" in capsys.readouterr().err
+    assert "next: prep train RECIPE --set model.path='an init'\n" in capsys.readouterr().err
     assert main(["export", "an init", "--out", "my export"]) == OK
     command = capsys.readouterr().err.rpartition("next: ")[2].strip()
     assert command == "prep verify 'my export' 'an init'"

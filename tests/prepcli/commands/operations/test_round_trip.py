@@ -21,6 +21,7 @@ from prepcli.sources.source import SourceTensor
 from tests.helpers.damage import largest_file
 from tests.helpers.run_cli import (
     Capture,
+    MonkeyPatch,
     error_lines,
     exported_tensors,
     run_failing,
@@ -423,6 +424,25 @@ def test_conversion_warns_of_a_config_that_cannot_be_computed(
     report = run_json(capsys, *words)
     assert "clip_qkv" in report["not_computed"]
     assert report["warnings"] == [line.removeprefix("warning: ")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "next_command"),
+    [
+        ({}, "prep train RECIPE --set model.path=out"),
+        ({"clip_qkv": 8.0}, "prep reshard out --mesh DP,FSDP,MP"),
+    ],
+)
+def test_save_init_is_followed_by_training_if_possible(
+    fields: dict[str, Any],
+    next_command: str,
+    tmp_path: Path,
+    monkeypatch: MonkeyPatch,
+    capsys: Capture,
+):
+    make_checkpoint(tmp_path / "m", LLAMA, **fields)
+    monkeypatch.chdir(tmp_path)
+    assert run_json(capsys, "save-init", "./m", "--out", "out")["next"] == next_command
 
 
 @pytest.mark.parametrize(
