@@ -25,5 +25,5 @@ setup(
     long_description_content_type="text/markdown",
     packages=[*find_packages(include=["prepcli*", "trainer*"]), *DATA],
     package_dir=DATA,
-    package_data={name: ["*.toml", "*.md", "how-to/*.md", "*.svg"] for name in DATA},
+    package_data={name: ["*.toml", "*.md", "how-to/*.md", "*.svg", "*.css"] for name in DATA},
 )
