@@ -366,7 +366,7 @@ def _read_shape(data: Data, remote: DataFinder | None, note: Note) -> Data:
         lists = ""
         if has_json:
             lists = ", with lists as JSON texts"
-        note(f"found by the columns: {shape.keys()}{lists}")
+        note(f"the columns of the data mean {shape.keys()}{lists}")
     return data.model_copy(update={"format": shape.format, "fields": shape.fields or None})
 
 

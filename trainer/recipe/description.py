@@ -174,7 +174,7 @@ def _loss_text(data: Data) -> str:
     if not data.loss_reasoning:
         turns += " without their reasoning"
     if data.has_auto_shape:
-        return f"{turns}, on completions or on all of a text, as the columns of the data tell"
+        return f"{turns}, on completions or on all of a text: the columns of the data decide"
     if data.fields_from_example is not None:
         return "the fields of each example outside of brackets"
     if data.format == "alpaca":

@@ -477,7 +477,7 @@ def test_recipe_without_settings_has_its_schedule_alone(tmp_path: Path):
         ),
         (
             ("data.type=json",),
-            "loss on the turns of the assistant, on completions or on all of a text, as the columns of the data tell",
+            "loss on the turns of the assistant, on completions or on all of a text: the columns of the data decide",
         ),
         (
             (*CHAT, "data.overlong=truncate_prompt"),

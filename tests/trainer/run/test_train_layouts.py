@@ -179,7 +179,7 @@ def test_losses_of_layouts_equal_float64(
     Path("recipe.toml").write_text(RECIPE)
     expected = reference_losses(ids, masks)
     assert main(["train", "recipe.toml"]) == OK
-    assert "found by the columns: `data.f" in capsys.readouterr().err
+    assert "the columns of the data mean `data.f" in capsys.readouterr().err
     losses = read_losses("runs/recipe")
     errors = np.abs(np.array(losses) - expected)
     print(f"{name}: {' '.join(f'{loss:.6f}' for loss in expected)}, difference {errors.max():.1e}")

@@ -149,7 +149,7 @@ def test_public_layouts_are_found_by_their_columns(name: str, tmp_path: Path):
     assert (data.format, data.fields) == shape
     assert shown(data, record) == expected
     assert len(notes) == 1
-    assert notes[0].startswith("found by the columns: `data.f")
+    assert notes[0].startswith("the columns of the data mean `data.f")
 
 
 @pytest.mark.parametrize(

@@ -378,7 +378,7 @@ def test_lists_may_be_json_texts(name: str, suffix: str, capsys: Capture):
     shown, messages = tokenize(capsys, "--show", "2", "--set", f"data.path=rows.{suffix}")
     assert shown.splitlines()[:-1] == expected.splitlines()[:-1]
     if name != "history":
-        (line,) = [line for line in messages.splitlines() if line.startswith("found by")]
+        (line,) = [line for line in messages.splitlines() if line.startswith("the columns of")]
         assert line.endswith(", with lists as JSON texts")
 
 
@@ -388,7 +388,7 @@ def test_other_texts_in_brackets_are_texts(capsys: Capture):
     write_rows(*[row] * 3)
     shown, messages = tokenize(capsys, "--show", "1")
     assert "[1, 2]⟦[]<s>⟧" in shown
-    assert 'found by the columns: `data.format = "prompt_completion"`\n' in messages
+    assert 'the columns of the data mean `data.format = "prompt_completion"`\n' in messages
 
 
 @pytest.mark.usefixtures("chat_folder")
