@@ -171,6 +171,11 @@ REFUSED = [
     ("slurm -- save-init ./model --workers none", "--workers", "prep save-init --help"),
     ("slurm -- save-init ''", "CHECKPOINT is empty", ""),
     ("slurm -- save-int ./model", "unknown command `save-int`", "save-init"),
+    (
+        "slurm -- prep save-init m",
+        "unknown command `prep`",
+        "`prep launch slurm -- save-init m`",
+    ),
     ("slurm -- launch slurm recipe.toml", "unknown command `launch`", ""),
     ("slurm --", "no command was given", "`prep launch slurm -- COMMAND ARGS`"),
     ("slurm save-init 'my model'", "`save-init` is a command", "slurm -- save-init 'my model'`"),

@@ -30,3 +30,8 @@ def test_stopped_run_has_fields_and_an_error():
 def test_dry_run_report_names_last_step_and_folder():
     report = training_report(run(dry_run=True, memory={}))
     assert (report.text, report.next_command) == ("would train to step 10 in runs/a", "")
+
+
+def test_dry_run_report_of_a_finished_run_promises_no_steps():
+    report = training_report(run(dry_run=True, memory={}, step=10))
+    assert report.text == "would train no step: runs/a is finished"
