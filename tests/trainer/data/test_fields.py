@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from prepcli.core.errors import USAGE, PrepError
 from tests.helpers.corpus import TEXT, encode, make_tokenizer
-from tests.helpers.corpus import encode as encode_text
 from tests.trainer.data.test_packing import make_tokens
 from trainer.data import encode as encode_module
 from trainer.data import token_samples
@@ -70,14 +69,6 @@ def test_error_names_the_invalid_text_column(values: dict[str, Any], what: str, 
     with pytest.raises(PrepError) as caught:
         build(values, fields="text")
     assert (caught.value.what, caught.value.why) == (f"{PLACE}: {what}", why)
-
-
-def test_source_is_a_document_of_its_own_with_the_prefix():
-    values = {"a": "long", "b": "text", "c": "short"}
-    example = build(values, fields="[a], [b], c", has_encoder=True, eos_id=7, source_prefix="sum: ")
-    assert contents(example.source) == [("sum: long text", 1), ([7], 1)]
-    assert contents(example.target) == [("short", 1), ([7], 1)]
-    assert (example.nbytes, example.ends_document) == (41, True)
 
 
 def encode_base64(ids: list[int]) -> str:
@@ -308,14 +299,6 @@ def test_batch_examples_keeps_order_and_bounds_size(sizes: list[int]):
     assert all(batches)
 
 
-@given(st.lists(st.integers(0, 3)))
-def test_batch_examples_separates_shards(shards: list[int]):
-    shards.sort()
-    examples = [(shard, Example((), number)) for number, shard in enumerate(shards)]
-    batches = encode_module.batch_examples(iter(examples))
-    assert [(batch.shard, example) for batch in batches for example in batch.examples] == examples
-
-
 def make_segments(parts: list[tuple[str | list[int], int]]) -> tuple[Segment, ...]:
     """Return segments of texts and ids with their weights."""
     contents = [part if isinstance(part, str) else np.array(part, np.uint32) for part, _ in parts]
@@ -378,14 +361,6 @@ def make_batches(count: int, read: list[int]) -> Iterator[ExampleBatch]:
     for number in range(count):
         read.append(number)
         yield ExampleBatch(0, [Example((Segment(f"the cat {number}"),), nbytes=1)])
-
-
-@pytest.mark.parametrize("count", [0, 1, BATCHES_AHEAD, 9])
-def test_encode_batches_keeps_the_order(tokenizer: TextTokenizer, count: int):
-    encoded = [
-        encoded.ids.tolist() for _, encoded in encode_batches(make_batches(count, []), tokenizer)
-    ]
-    assert encoded == [encode_text(tokenizer.path, f"the cat {number}") for number in range(count)]
 
 
 def test_encode_batches_reads_a_constant_number_ahead(tokenizer: TextTokenizer):

@@ -435,25 +435,6 @@ def test_choice_without_a_default_is_an_error(metadata: Mapping[str, Any]):
         select(["README.md", "script.py"])
 
 
-@pytest.mark.parametrize(
-    ("name", "pattern", "is_match"),
-    [
-        ("a/b.jsonl", "a/*.jsonl", True),
-        ("a/c/b.jsonl", "a/*.jsonl", False),
-        ("a/c/b.jsonl", "a/**/*.jsonl", True),
-        ("a/b.jsonl", "a/**/*.jsonl", True),
-        ("a/b.jsonl", "**", True),
-        ("a/b.jsonl", "a", True),
-        ("a/b.jsonl", "a/", True),
-        ("ab.jsonl", "a", False),
-        ("a.jsonl", "?.jsonl", True),
-        ("a+jsonl", "a.jsonl", False),
-    ],
-)
-def test_glob_spans_folders_only_with_two_stars(name: str, pattern: str, is_match: bool):
-    assert matches(name, pattern) == is_match
-
-
 WILDCARDS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 
 

@@ -18,7 +18,6 @@ from prepcli.commands.cli.main import main
 from prepcli.commands.operations.generate import read_prompts
 from prepcli.core.errors import FAILED, PrepError
 from prepcli.formats import tokenizer_files
-from tests.helpers.corpus import make_tokenizer
 from tests.helpers.slow_cases import slow_except
 from trainer.data.tokenizer import load_tokenizer
 
@@ -233,11 +232,6 @@ def test_prompts_are_read_from_regular_files_only(tmp_path: Path, make: Any):
     make(tmp_path / "prompts.txt")
     with pytest.raises(PrepError, match="is not a file"):
         list(read_prompts(str(tmp_path / "prompts.txt")))
-
-
-def test_tokenizer_of_a_model_still_loads(tmp_path: Path):
-    path = make_tokenizer(tmp_path / "tokenizer.json")
-    assert load_tokenizer(path).decode(load_tokenizer(path).encode_prompt("the cat")) == "the cat"
 
 
 def test_ordinary_maps_take_long_texts(tmp_path: Path):

@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,24 +69,6 @@ def test_sample_order_epoch_has_every_row_once(order: RowOrder, epoch: int):
     rows = np.concatenate([order.rows(step) for step in steps])
     skipped = first - steps[0] * order.batch_size
     assert sorted(rows[skipped : skipped + order.n_rows]) == list(range(order.n_rows))
-
-
-@given(ORDERS, st.integers(0, 10**9), st.data())
-def test_sample_order_slices_a_step(order: RowOrder, step: int, data: st.DataObject):
-    low = data.draw(st.integers(0, order.batch_size))
-    high = data.draw(st.integers(low, order.batch_size))
-    assert order.rows(step, low, high).tolist() == order.rows(step)[low:high].tolist()
-    assert order.rows(step, low).tolist() == order.rows(step)[low:].tolist()
-
-
-@given(ORDERS, st.integers(1, 20))
-def test_sample_order_does_not_depend_on_batch_size(order: RowOrder, batch_size: int):
-    other_order = replace(order, batch_size=batch_size)
-    rows = np.concatenate([order.rows(step) for step in range(math.ceil(100 / order.batch_size))])
-    other_rows = np.concatenate(
-        [other_order.rows(step) for step in range(math.ceil(100 / batch_size))]
-    )
-    assert rows[:100].tolist() == other_rows[:100].tolist()
 
 
 def test_sample_order_without_shuffle_keeps_row_order():
@@ -153,11 +136,15 @@ def orders(draw: st.DrawFn) -> RowOrder:
     )
 
 
+def first_rows(order: RowOrder, count: int) -> npt.NDArray[np.int64]:
+    """Return the first rows of a run."""
+    n_steps = -(-count // order.batch_size)
+    return np.concatenate([order.rows(step) for step in range(n_steps)])[:count]
+
+
 def rows_by_source(order: RowOrder, count: int) -> list[list[int]]:
     """Return the first rows of a run by source, numbered from 0 in each."""
-    rows = np.concatenate([order.rows(step) for step in range(-(-count // order.batch_size))])[
-        :count
-    ]
+    rows = first_rows(order, count)
     ends = np.cumsum(order.source_rows)
     return [
         (rows[(rows >= end - n) & (rows < end)] - end + n).tolist()
@@ -166,7 +153,6 @@ def rows_by_source(order: RowOrder, count: int) -> list[list[int]]:
 
 
 @given(WEIGHTS)
-@settings(deadline=None)
 def test_every_prefix_has_exact_shares_to_less_than_one_row(weights: list[float]):
     mixture = mix_by_weight(weights)
     period = len(mixture.pattern)
@@ -191,7 +177,6 @@ def test_weights_that_need_a_long_pattern_are_rounded(monkeypatch: pytest.Monkey
 
 
 @given(WEIGHTS, st.lists(st.integers(0, 10**12), min_size=1, max_size=5))
-@settings(deadline=None)
 def test_position_is_located_without_earlier_positions(weights: list[float], positions: list[int]):
     mixture = mix_by_weight(weights)
     sources, ranks = mixture.locate(np.array(positions))
@@ -204,30 +189,27 @@ def test_position_is_located_without_earlier_positions(weights: list[float], pos
 
 
 @given(orders())
-@settings(deadline=None)
 def test_epoch_of_a_source_has_each_of_its_rows_once(order: RowOrder):
     for rows, n_rows in zip(rows_by_source(order, 400), order.source_rows):
         for start in range(0, len(rows) - n_rows + 1, n_rows):
             assert sorted(rows[start : start + n_rows]) == list(range(n_rows))
 
 
-@given(orders(), st.integers(1, 30))
-@settings(deadline=None)
+@given(ORDERS | orders(), st.integers(1, 30))
 def test_order_does_not_depend_on_batch_size(order: RowOrder, batch_size: int):
     other = replace(order, batch_size=batch_size)
-    assert rows_by_source(order, 200) == rows_by_source(other, 200)
+    assert first_rows(order, 200).tolist() == first_rows(other, 200).tolist()
 
 
-@given(orders(), st.integers(0, 10**9), st.data())
-@settings(deadline=None)
-def test_mixed_order_slices_a_step(order: RowOrder, step: int, data: st.DataObject):
+@given(ORDERS | orders(), st.integers(0, 10**9), st.data())
+def test_order_slices_a_step(order: RowOrder, step: int, data: st.DataObject):
     low = data.draw(st.integers(0, order.batch_size))
     high = data.draw(st.integers(low, order.batch_size))
     assert order.rows(step, low, high).tolist() == order.rows(step)[low:high].tolist()
+    assert order.rows(step, low).tolist() == order.rows(step)[low:].tolist()
 
 
 @given(orders(), st.integers(0, 60))
-@settings(deadline=None)
 def test_source_counts_equal_counts_of_the_rows(order: RowOrder, steps: int):
     rows = (
         rows_by_source(order, steps * order.batch_size)
@@ -422,15 +404,6 @@ def test_share_sizes_differ_by_at_most_one_row():
     sizes = [RUNS["documents"].open(process, 60).n_rows for process in range(60)]
     assert sum(sizes) == BATCH_SIZE
     assert {*sizes} == {1, 2}
-
-
-def test_thousand_processes_share_a_batch():
-    dataset = blocks(0, 400)
-    order = RowOrder(dataset.n_rows, 1000, 5, True)
-    run = Run(dataset, order)
-    shares = [run.open(process, 1000, start=7) for process in range(1000)]
-    batch = join_shares([next(share) for share in shares])
-    assert sha256([batch]) == sha256([run.open().batch(7)])
 
 
 def test_start_reads_no_earlier_row(monkeypatch: pytest.MonkeyPatch):

@@ -155,15 +155,6 @@ def test_packed_dataset_shifts_targets_and_weights_them():
     }
 
 
-@given(st.integers(2, 6), st.lists(st.integers(-1, 4), max_size=8))
-def test_packed_dataset_targets_are_next_tokens(seq_length: int, rows: list[int]):
-    blocks = make_blocks([list(range(5 * seq_length))], seq_length)
-    batch = blocks.get_batch(rows)
-    has_target = batch["weights"] == 1
-    assert (batch["targets"][has_target] == batch["tokens"][has_target] + 1).all()
-    assert has_target.sum() == (seq_length - 1) * sum(row >= 0 for row in rows)
-
-
 class Numbers:
     """A dataset whose rows are consecutive numbers."""
 
@@ -504,10 +495,3 @@ def test_windows_keep_the_weights_of_the_store():
     batch = dataset.get_batch(range(dataset.n_rows))
     targets = np.sort(batch["targets"][batch["weights"] > 0] - 100)
     assert targets.tolist() == [1, 3, 5, 7, 9]
-
-
-@pytest.mark.parametrize("stride", [None])
-def test_dataset_without_a_stride_stays_as_it_is(stride: None):
-    tokens = make_one_document(8, 4)
-    dataset = PackedDataset(tokens, 0, 2)
-    assert with_stride(dataset, stride) is dataset

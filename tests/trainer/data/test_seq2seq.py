@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from prepcli.core.errors import PrepError
-from tests.helpers.corpus import EOS, change, encode, make_config, make_tokenizer, tokenize_quietly
+from tests.helpers.corpus import EOS, encode, make_config, make_tokenizer, tokenize_quietly
 from tests.trainer.data.test_packing import make_tokens
 from trainer.data.order import RowOrder
 from trainer.data.packing import split_holdout
@@ -140,21 +140,6 @@ def test_tokenize_files_reads_pairs(tmp_path: Path):
     assert np.diff(tokens.ends[:], prepend=0).tolist() == [len(document) for document in ids]
     n_truncated = sum(len(document) > 4 for document in ids[::2])
     assert f"in 2 pairs: {n_truncated} source" in notes[-1]
-
-
-def test_store_identity_depends_on_fields_and_prefix(tmp_path: Path):
-    path = write_pairs(tmp_path)
-    config = make_config(
-        tmp_path, path, type="json", fields="[t], s", source_length=4, has_encoder=True
-    )
-    changed = [
-        change(config, source_length=9),
-        change(config, fields="[s], t"),
-        change(config, source_prefix="do: "),
-    ]
-    identities = [tokenize_quietly(variant).identity for variant in (config, *changed)]
-    assert identities[0] == identities[1]
-    assert len({*identities}) == 3
 
 
 @pytest.mark.parametrize(

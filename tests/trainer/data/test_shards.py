@@ -7,7 +7,6 @@ import errno
 import gzip
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -27,7 +26,7 @@ import prepcli
 from prepcli.core.errors import PrepError
 from tests.helpers.corpus import TEXT, change, make_config, write_json
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.token_stores import NAME, fill, read_files, write_earlier_layout, write_shards
+from tests.helpers.token_stores import NAME, fill, read_files, write_earlier_layout
 from tests.trainer.data.readers.test_token_files import DOCUMENTS, write_dataset
 from trainer.data import encode, shards, store_files
 from trainer.data import files as data_files
@@ -36,16 +35,10 @@ from trainer.data.readers import text_files
 from trainer.data.records import divide_files
 from trainer.data.shards import ShardWriter, dtype_for, writing_shard
 from trainer.data.store import (
-    DamagedStoreError,
     MappedTokens,
-    join_shards,
-    read_meta,
-    read_shard,
-    write_meta,
 )
 from trainer.data.tokenize import TokenizedShare, open_tokens, tokenize_files, tokenize_share
-from trainer.data.tokenize_config import TokenizeConfig, find_config_files, record_key
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenize_config import TokenizeConfig
 
 N_FILES = 7
 
@@ -113,25 +106,6 @@ def stores(config: TokenizeConfig) -> list[str]:
 @pytest.mark.parametrize(("max_id", "dtype"), [(0, "uint16"), (65535, "uint16"), (65536, "uint32")])
 def test_dtype_for_holds_max_id(max_id: int, dtype: str):
     assert dtype_for(max_id) == dtype
-
-
-def test_shard_has_the_files_of_an_earlier_store(tmp_path: Path):
-    write_shards(tmp_path / NAME, [fill])
-    folder = tmp_path / NAME / "00000"
-    assert {path.name for path in folder.iterdir()} == {"tokens.bin", "documents.bin", "meta.json"}
-    meta = json.loads((folder / "meta.json").read_text())
-    assert [*meta] == ["identity", "dtype", "n_tokens", "n_documents", "max_id", "digests"]
-    assert [*meta["digests"]] == ["tokens.bin", "documents.bin"]
-
-
-def test_full_disk_leaves_no_shard(tmp_path: Path):
-    def fails(writer: ShardWriter) -> None:
-        fill(writer)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.raises(PrepError, match="No space left on device"):
-        write_shards(tmp_path / NAME, [fill, fails])
-    assert [path.name for path in (tmp_path / NAME).iterdir()] == ["00000"]
 
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=8)
@@ -525,13 +499,6 @@ def test_processes_read_different_files_for_their_digests(
     assert [*config.cache.iterdir()] == []
 
 
-def test_process_with_another_recipe_makes_another_store(config: TokenizeConfig):
-    first = tokenize(config, 0, 2)
-    other = replace(config, examples=replace(config.examples, prepend_text="the "))
-    assert tokenize(other, 1, 2).folder != first.folder
-    assert tokenize(config, 1, 2).meta is not None
-
-
 def test_index_and_ids_share_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Half of the datasets are the work of each of two processes."""
     monkeypatch.setattr(shards, "SHARD_NBYTES", 1)
@@ -591,47 +558,6 @@ def start(config: TokenizeConfig, process: int, of: int) -> subprocess.Popen[str
     )
 
 
-def read_lines(child: subprocess.Popen[str], n_lines: int) -> str:
-    """Return the next lines of a process, or fewer at its end."""
-    assert child.stdout is not None
-    return "".join(child.stdout.readline() for _ in range(n_lines))
-
-
-@pytest.mark.slow
-@pytest.mark.waits
-@pytest.mark.parametrize(
-    "of", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
-)
-def test_killed_processes_continue(config: TokenizeConfig, of: int):
-    """Kill each process after random batches, several times, until it ends by itself."""
-    expected = expected_files(config)
-    numbers = random.Random(of)
-    running = {process: start(config, process, of) for process in range(of)}
-    output = ""
-    for n_kills in range(2 * of):
-        process = n_kills % of
-        output += read_lines(running[process], numbers.randint(3, 9))
-        running[process].kill()
-        output += running[process].communicate()[0]
-        running[process] = start(config, process, of)
-    for child in running.values():
-        output += child.communicate()[0]
-        assert child.returncode == 0
-    assert "\ncomplete\n" in output
-    assert "continuing after" in output
-    assert read_files(tokenize(config).folder) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.waits
-def test_processes_with_the_same_share_agree(config: TokenizeConfig):
-    """E.g. two runs of one recipe that are started at the same time."""
-    running = [start(config, 0, 1) for _ in range(2)]
-    outputs = [child.communicate()[0] for child in running]
-    assert [output.splitlines()[-1] for output in outputs] == ["complete"] * 2
-    assert read_files(tokenize(config).folder) == expected_files(config)
-
-
 def test_ids_of_two_dtypes_are_not_joined(tmp_path: Path):
     """The size of the model's vocabulary is not part of the identity of ids."""
     folder = tmp_path / "data"
@@ -645,17 +571,6 @@ def test_ids_of_two_dtypes_are_not_joined(tmp_path: Path):
     tokens = tokenize(change(config, vocab=100_000), 1, 2).tokens
     assert tokens is not None
     assert tokens.ids[:].tolist() == np.concatenate(files).tolist()
-
-
-def test_store_of_two_dtypes_is_damaged(tmp_path: Path):
-    folder = tmp_path / NAME
-    for shard, dtype in enumerate(("uint16", "uint32")):
-        with writing_shard(folder, shard, dtype) as writer:
-            fill(writer)
-    names = ("00000", "00001")
-    write_meta(folder, join_shards(NAME, {name: read_shard(folder, name) for name in names}))
-    with pytest.raises(DamagedStoreError, match="uint16 and uint32"):
-        read_meta(folder)
 
 
 def test_shard_is_accepted_when_another_process_has_removed_its_folder(tmp_path: Path):
@@ -678,22 +593,6 @@ def test_shard_is_accepted_when_another_process_has_removed_its_folder(tmp_path:
             fill(second)
     assert [*store.iterdir()] == [whole]
     assert read_files(store) == expected
-
-
-def test_digests_of_all_files_are_used_after_those_of_parts_are_removed(
-    config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch
-):
-    tokenize(config, 0, 2)
-    hashed: list[object] = []
-    monkeypatch.setattr(data_files, "hash_file", lambda path: hashed.append(path))
-    inputs = find_config_files(config, load_tokenizer(config.tokenizer), lambda text: None)
-    found = inputs[1]
-    key = record_key(inputs[0], load_tokenizer(config.tokenizer))
-    digests = data_files.share_digests(
-        found, config.cache, key, data_files.file_stamps(found), process=1, of=2
-    )
-    assert not hashed
-    assert all(digests)
 
 
 KILL_PROGRAM = """

@@ -32,7 +32,7 @@ from trainer.data.conversations import LossRule
 from trainer.data.examples import ExampleSettings, IdentityChange
 from trainer.data.files import DataFile
 from trainer.data.shards import ShardWriter
-from trainer.data.store_files import ABANDONED_AFTER_S, discard_folder, new_folder, remove_abandoned
+from trainer.data.store_files import ABANDONED_AFTER_S, new_folder, remove_abandoned
 from trainer.data.tokenize_config import TokenizeConfig, store_identity
 
 # The token store: complete or absent, and damage is detected.
@@ -194,14 +194,6 @@ def test_read_meta_without_digests_checks_sizes_only(tmp_path: Path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(store.DamagedStoreError, match="bytes"):
         store.read_meta(folder, checks_digests=False)
-
-
-def test_cut_off_weights_are_detected(tmp_path: Path):
-    write_store(tmp_path / NAME, has_weights=True)
-    (tmp_path / NAME / "00000" / "weights.bin").write_bytes(b"1")
-    message = r"weights\.bin has 1 byte, meta\.json records 5"
-    with pytest.raises(store.DamagedStoreError, match=message):
-        store.read_meta(tmp_path / NAME)
 
 
 def test_earlier_store_without_digests_is_read(tmp_path: Path):
@@ -416,14 +408,6 @@ def test_first_process_to_finish_gives_the_name(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
 
 
-def test_process_writes_on_after_another_has_finished(tmp_path: Path):
-    """The first process removes the temporary folders of all others."""
-    with new_folder(tmp_path / FOLDER) as temporary:
-        write(tmp_path / FOLDER, "first")
-        (temporary / "file").write_text("second")
-    assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
-
-
 def test_process_finds_its_temporary_folder_half_removed(tmp_path: Path):
     folder = tmp_path / FOLDER
     with new_folder(folder) as temporary:
@@ -439,13 +423,6 @@ def test_temporary_folder_of_a_killed_process_is_removed(tmp_path: Path):
     with new_folder(tmp_path / FOLDER) as temporary:
         shutil.copytree(temporary, tmp_path / f"{NAME}.0123456789ab.partial")
     assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
-
-
-def test_discarded_folder_is_gone(tmp_path: Path):
-    write(tmp_path / FOLDER)
-    discard_folder(tmp_path / FOLDER)
-    discard_folder(tmp_path / FOLDER)
-    assert [*tmp_path.iterdir()] == []
 
 
 def test_only_abandoned_stores_are_removed(tmp_path: Path):

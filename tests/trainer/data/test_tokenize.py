@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -86,14 +85,6 @@ def test_tokenize_files_concatenates_documents_with_eos(tmp_path: Path, eos_id: 
     assert tokens.ends[:].tolist() == [sum(map(len, documents_ids[: i + 1])) for i in range(4)]
     dataset = PackedDataset(tokens, first_row=0, n_rows=tokens.n_blocks)
     assert dataset.get_batch([1])["tokens"].tolist() == [ids[8:16]]
-
-
-def test_tokenize_files_reads_files_in_order(tmp_path: Path):
-    for name, text in (("b.txt", "the hat "), ("a.txt", TEXT)):
-        (tmp_path / name).write_text(text)
-    config = make_config(tmp_path, tmp_path)
-    ids = [*encode(config.tokenizer, TEXT), EOS, *encode(config.tokenizer, "the hat "), EOS]
-    assert tokenize_quietly(config).ids[:].tolist() == ids
 
 
 def test_long_text_gives_tokens_of_whole_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -224,19 +215,6 @@ def test_killed_tokenization_leaves_no_store(tmp_path: Path, moment: str):
     assert tokens.ids[:].tolist() == [*encode(config.tokenizer, TEXT * 100), EOS]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("switch", slow_except(["true", "false"], ["true"]))
-def test_store_does_not_depend_on_threads(tmp_path: Path, switch: str):
-    (tmp_path / "a.txt").write_text(TEXT * 100)
-    config = make_config(tmp_path, tmp_path / "a.txt")
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": switch, "RAYON_NUM_THREADS": "3"}
-    command = [sys.executable, "-c", KILL_SCRIPT, "never", str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True, env=environment)
-    other_config = change(config, cache=tmp_path / "other")
-    tokenize_quietly(other_config)
-    assert read_files(stores(config)[0]) == read_files(stores(other_config)[0])
-
-
 def test_ids_beyond_the_vocabulary_are_rejected(tmp_path: Path):
     (tmp_path / "a.txt").write_text(TEXT)
     config = make_config(tmp_path, tmp_path / "a.txt")
@@ -293,17 +271,6 @@ def test_scratch_dir_is_used_only_without_cached_store(tmp_path: Path):
     (tmp_path / "scratch").rename(config.cache)
     assert tokenize_quietly(config).identity == made.identity
     assert not (tmp_path / "scratch").exists()
-
-
-def test_progress_ends_with_all_bytes_if_examples_are_limited(tmp_path: Path):
-    path = write_json(tmp_path / "a.jsonl", [TEXT] * 9)
-    config = make_config(tmp_path, path, type="json", max_examples=2)
-    reports: list[tuple[int, ...]] = []
-    tokens = tokenize_files(
-        config, progress=lambda *counts: reports.append(counts), note=lambda text: None
-    )
-    assert tokens.ids[:].tolist() == [*encode(config.tokenizer, TEXT), EOS] * 2
-    assert reports[-1] == (path.stat().st_size, path.stat().st_size, tokens.n_tokens)
 
 
 def test_tokens_in_brackets_have_no_loss(tmp_path: Path):

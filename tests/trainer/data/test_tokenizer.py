@@ -84,22 +84,6 @@ def test_load_tokenizer_rejects_dropout(path: Path):
     assert caught.value.why == "its model has dropout 0.1, so that ids would differ from run to run"
 
 
-def test_check_in_vocab_rejects_id_beyond_vocab(path: Path):
-    text_tokenizer = load_tokenizer(path)
-    max_id = text_tokenizer.max_id
-    text_tokenizer.check_in_vocab(max_id, max_id + 1)
-    with pytest.raises(PrepError) as caught:
-        text_tokenizer.check_in_vocab(max_id, max_id)
-    token = Tokenizer.from_file(str(path)).id_to_token(max_id)
-    assert (
-        caught.value.what == f"id {max_id} ({token!r}) of {path} is not in the model's vocabulary"
-    )
-    assert (
-        caught.value.why
-        == f"the vocabulary without padding has {max_id} tokens; the tokenizer has ids up to {max_id}"
-    )
-
-
 def test_load_tokenizer_fails_without_file(tmp_path: Path):
     with pytest.raises(
         PrepError, match=r"no tokenizer at .*none - looked for a tokenizer.json or a Sent"
@@ -130,19 +114,6 @@ def test_tokenizer_failure_is_reported(tmp_path: Path):
         load_tokenizer(tmp_path).encode(["a b"])
     with pytest.raises(PrepError, match=r"tokenizer.json cannot encode a prompt - .*UNK"):
         load_tokenizer(tmp_path).encode_prompt("a b")
-
-
-def test_encode_prompt_adds_special_tokens(path: Path):
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.add_special_tokens(["<|begin|>"])
-    begin = tokenizer.token_to_id("<|begin|>")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        "<|begin|> $A", None, [("<|begin|>", begin)]
-    )
-    tokenizer.save(str(path))
-    text_tokenizer = load_tokenizer(path)
-    assert text_tokenizer.encode_prompt("the cat") == [begin, *encode(path, "the cat")]
-    assert text_tokenizer.decode(text_tokenizer.encode_prompt("the cat")) == "the cat"
 
 
 @pytest.mark.parametrize("template", ["$A", "<a> $A", "<a> <b> $A", "$A <b>", "<a> $A <b>"])
@@ -421,16 +392,6 @@ def test_files_of_other_tokenizers_are_read_by_transformers(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_digest_of_other_tokenizers_depends_on_their_files(tmp_path: Path):
-    pytest.importorskip("transformers")
-    tokenizer = load_tokenizer(write_wordpiece(tmp_path))
-    (tmp_path / "vocab.txt").write_text((tmp_path / "vocab.txt").read_text() + "new\n")
-    changed = load_tokenizer(tmp_path)
-    assert changed.digest != tokenizer.digest
-    assert changed.max_id == tokenizer.max_id + 1
-
-
-@pytest.mark.slow
 def test_code_beside_a_tokenizer_is_not_run(tmp_path: Path):
     pytest.importorskip("transformers")
     write_wordpiece(tmp_path)
@@ -546,7 +507,3 @@ def test_other_tokenizers_do_not_allow_cuts(tmp_path: Path, change: Callable[[An
     path = save_tokenizer(tmp_path / "tokenizer.json", change)
     assert not allows_cuts(path.read_bytes())
     assert not load_tokenizer(path).allows_cuts
-
-
-def test_minimal_tokenizer_file_does_not_allow_cuts():
-    assert not allows_cuts(json.dumps({"model": {}}).encode())

@@ -186,15 +186,6 @@ def test_batch_keeps_its_axes_with_rules_that_use_them():
     assert [sharding.num_shards(name, 64) for name in shapes] == [2, 2, 1]
 
 
-EXPERT_RULES = ["experts=mp", "mlp=fsdp+mp", "experts=fsdp", "mlp=none"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", slow_except(EXPERT_RULES, EXPERT_RULES[:1]))
-def test_results_do_not_depend_on_rules_of_experts(rule: str):
-    check_equals_one_device("mixtral", "1,2,4", [rule], ffn_chunk_size=4)
-
-
 def check_equals_one_device(
     name: str, mesh: str, rules: Sequence[str] = (), **options: Any
 ) -> None:

@@ -262,17 +262,6 @@ def test_sampled_tokens_do_not_depend_on_mesh(name: str):
     assert generate(padded_generator(name, sharding), PROMPTS) == sampled_on_one_device(name)
 
 
-# By default test_all_checkpoint_kinds_generate_the_same_tokens compares stored layers.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "stored", slow_except(({"scan": False}, {"scan_axis": 1}), ({"scan": False},))
-)
-def test_sampled_tokens_do_not_depend_on_layer_storage(stored: dict[str, Any]):
-    assert generate(padded_generator("gpt_neo", **stored), PROMPTS) == sampled_on_one_device(
-        "gpt_neo"
-    )
-
-
 def test_padding_rows_are_never_sampled():
     config = UNPADDED_CONFIGS["gpt_neo"] | {"vocab_size": 29}
     tiny = tiny_transformer(config)
@@ -442,32 +431,3 @@ def test_check_prompts_allows_all_positions():
 def test_generation_config_rejects_zero_new_tokens():
     with pytest.raises(PrepError, match="max_new_tokens 0 is out of range"):
         GenerationConfig(0)
-
-
-@pytest.mark.slow
-def test_decode_loop_does_not_copy_layers_beyond_whole_periods():
-    config = GOLDEN["gemma3_text"] | {
-        "num_hidden_layers": 7,
-        "hidden_size": 64,
-        "intermediate_size": 512,
-    }
-    tiny, prompts, greedy = tiny_transformer(config), [[1, 2, 3], [4]], GenerationConfig(3)
-    params = tiny.params_from_tensors(random_tensors(config))
-    unscanned = make_generator(tiny, params, greedy, ForwardConfig(scan_layers=False))
-    assert make_generator(tiny, params, greedy).generate(prompts) == unscanned.generate(prompts)
-    options: dict[str, Any] = {
-        "model": tiny.model,
-        "forward_config": ForwardConfig(),
-        "generation_config": greedy,
-    }
-    batch = generator._make_prompt_batch(
-        prompts, generator.SLOT_MULTIPLE, 2, greedy.max_new_tokens, 0
-    )
-    state = jax.eval_shape(
-        partial(decode.prefill, count=generator.SLOT_MULTIPLE, **options), params, batch
-    )
-    step = jax.jit(partial(decode.decode_loop, **options), donate_argnums=1)
-    memory = step.lower(params, state, jnp.int32(66)).compile().memory_analysis()
-    layers_nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"]))
-    assert memory is not None
-    assert memory.temp_size_in_bytes < layers_nbytes / 2, (memory.temp_size_in_bytes, layers_nbytes)

@@ -382,23 +382,6 @@ def test_ring_cache_logits_equal_full_cache(name: str, monkeypatch: pytest.Monke
     np.testing.assert_allclose(logits, prefilled_logits(tiny, params, tokens), atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", slow_except(CONFIGS, ("gpt_neo",)))
-def test_ring_cache_tokens_equal_full_cache(name: str, monkeypatch: pytest.MonkeyPatch):
-    tiny, params = random_params(name)
-    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [8], [9, 7, 9]]
-
-    def generate() -> list[list[int]]:
-        config = GenerationConfig(20)
-        return Generator(
-            params, tiny.model, forward_config=ForwardConfig(), generation_config=config
-        ).generate(prompts)
-
-    tokens = generate()
-    use_full_cache(monkeypatch)
-    assert generate() == tokens
-
-
 def test_cache_of_mistral_does_not_grow_with_length():
     tiny, _ = random_params("mistral")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -109,42 +108,6 @@ def test_adapters_equal_merged_weights_in_every_family(name: str):
 
 
 DROPOUT = DropoutConfig(adapters=0.25)
-BATCH = {
-    "tokens": TOKENS,
-    "targets": TOKENS,
-    "weights": jnp.ones(TOKENS.shape, jnp.float32),
-}
-
-
-def loss_function(
-    model: ModelSpec, leaves: dict[str, Any], rate: float = 0.25, **options: Any
-) -> Callable[..., np.ndarray]:
-    """Return the function of the losses of rows at a step, with dropout of the inputs of adapters."""
-    forward_config = ForwardConfig(**options)
-
-    @jax.jit
-    def row_loss(row: jax.Array, step: jax.Array) -> jax.Array:
-        batch = {name: array[row][None] for name, array in BATCH.items()}
-        dropout = step_dropout(
-            DropoutConfig(adapters=rate), seed=0, step=step, row_ids=ROWS[row][None]
-        )
-        params = unflatten_tree(leaves)
-        return transformer.loss_sums(params, batch, model, forward_config, dropout=dropout).loss
-
-    return lambda rows=(0, 1), step=1: np.asarray([row_loss(row, np.int32(step)) for row in rows])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", slow_except([LLAMA, GPT2], [LLAMA]), ids=["llama", "gpt2"])
-def test_adapter_dropout_does_not_depend_on_chunks(config: dict[str, Any]):
-    model, leaves = make_model(config, LoraConfig(2, 4.0, ("all-linear",)))
-    losses = loss_function(model, leaves)
-    whole = losses()
-    for options in ({"ffn_chunk_size": 5}, {"scan_layers": False}):
-        np.testing.assert_allclose(loss_function(model, leaves, **options)(), whole, rtol=1e-5)
-    assert np.array_equal(losses(rows=(1, 0)), whole[::-1])
-    assert not np.allclose(losses(step=2), whole, rtol=1e-3)
-    assert not np.allclose(loss_function(model, leaves, rate=0.0)(), whole, rtol=1e-3)
 
 
 def test_adapter_dropout_keeps_the_mean_of_its_input():

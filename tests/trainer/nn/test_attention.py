@@ -30,7 +30,6 @@ from trainer.nn.attention_mask import (
     KV,
     AttentionMask,
     CosSin,
-    EncoderOutput,
     Segments,
     causal_mask,
 )
@@ -132,16 +131,6 @@ def test_cross_attention_ignores_source_padding():
     kv = project_kv(states, WEIGHTS, LayerContext(make_arch(), AttentionMask()))
     precomputed = attend_with_mask(jnp.asarray(X), AttentionMask(kv_valid=source_mask), kv)
     np.testing.assert_array_equal(precomputed, masked)
-
-
-def test_encoder_output_for_layer_selects_by_index():
-    stack = KV(
-        *(jnp.arange(3.0)[:, None, None, None, None] * jnp.ones((3, 1, 2, 1, 1)) for _ in range(2))
-    )
-    selected = EncoderOutput(stack, jnp.ones((1, 2), bool)).for_layer(jnp.int32(2))
-    assert isinstance(selected.states, KV)
-    assert selected.states.keys.shape == (1, 2, 1, 1)
-    assert float(selected.states.values.min()) == 2
 
 
 def test_materialize_combines_causality_window_and_padding():
@@ -274,24 +263,6 @@ def test_windowed_layers_allocate_only_their_window():
         array.nbytes for stack in cache.stacks.values() for array in (stack.keys, stack.values)
     )
     assert nbytes == 2 * 4 * (2 * 2 * HEAD_DIM) * (2 * 4 + 2 * 1000)
-
-
-def test_heads_of_windowed_layers_may_have_another_shape():
-    cache = empty_kv_cache(
-        (4, FULL_ATTENTION), (2, 3, 2, 8), "float32", UNSHARDED, head_shapes={4: (1, 6)}
-    )
-    assert cache.stacks[4].keys.shape == (1, 2, 3, 1, 6)
-    assert cache.stacks[FULL_ATTENTION].keys.shape == (1, 2, 3, 2, 8)
-
-
-def test_cache_without_slots_passes_keys_to_later_layers_only():
-    cache = KVCache({}, jnp.int32(0), num_slots=0)
-    new = KV(*(jnp.full((2, 5, 2, HEAD_DIM), value) for value in (1.0, 2.0)))
-    cache, kv = cache.append(new, 4, UNSHARDED)
-    assert kv is new
-    cache = cache.share(4, kv)
-    assert cache.shared[4] is new
-    assert cache.advance(5).shared == {}
 
 
 # Differential attention, compared with its equations in NumPy.

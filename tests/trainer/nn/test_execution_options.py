@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, get_args
@@ -17,7 +15,6 @@ from jax import Array
 from jax.ad_checkpoint import print_saved_residuals
 
 from prepcli.commands.testing.tiny_model import (
-    UNSCANNED,
     TinyTransformer,
     loss_and_gradients,
     random_batch,
@@ -28,18 +25,15 @@ from prepcli.commands.testing.tiny_model import (
 from prepcli.core.errors import PrepError
 from prepcli.models.activation_memory import ACTIVATION_NAMES, RematPolicy
 from prepcli.models.attention_kernels import AUTO, KERNEL_NAMES
-from prepcli.models.mesh import parse_mesh
-from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree
+from prepcli.models.param_tree import Tree, unflatten_tree
 from tests.helpers.jaxprs import walk_equations
 from tests.helpers.later_configs import GEMMA4
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN, LLAMA
-from trainer.distributed.sharding import make_sharding_context, order_tokens
-from trainer.nn import attention, mlp, transformer
+from trainer.nn import transformer
 from trainer.nn.embedding import layer_inputs
 from trainer.nn.kernels import KERNELS
 from trainer.nn.model_spec import AttentionOptions, ForwardConfig
-from trainer.nn.projections import linear
 from trainer.nn.token_chunks import over_token_chunks
 from trainer.recipe.tables import Model as RecipeModel
 
@@ -203,24 +197,6 @@ def test_saved_attention_is_not_computed_again():
     assert nothing == none + LLAMA["num_hidden_layers"]
 
 
-@pytest.mark.slow
-def test_saved_ring_attention_is_not_communicated_again():
-    sharding = make_sharding_context(parse_mesh("dp:2,sp:4"))
-    options: dict[str, Any] = {
-        "scan_layers": False,
-        "attention_options": TILES,
-        "sharding": sharding,
-    }
-    none, nothing, attention = (
-        sum(
-            equation.primitive.name == "ppermute"
-            for equation in gradient_equations(remat_policy=policy, **options)
-        )
-        for policy in ("none", "nothing_saveable", ATTENTION)
-    )
-    assert attention == none < nothing
-
-
 @pytest.mark.parametrize("scan_layers", slow_except([True, False], [True]))
 def test_offload_moves_the_inputs_of_layers_to_host_memory(scan_layers: bool):
     options: dict[str, Any] = {
@@ -249,11 +225,6 @@ def host_moves(**options: Any) -> int:
 TOKENS = np.random.default_rng(0).integers(0, 29, (1, 11))
 
 
-# One family per kind of layers: learned positions, windows, experts, dense layers before experts, a width of its own
-# for the embedding.
-FAMILIES = ["llama", "gpt_neo", "gemma2", "qwen3_moe", "deepseek_v3", "opt-350m"]
-
-
 def states_of(config: dict[str, Any], scan: bool, axis: int) -> tuple[list[np.ndarray], np.ndarray]:
     """Return the states by layer, and the input of the LM head that the compiled model computes."""
     tiny = tiny_transformer(config, scan, axis)
@@ -270,21 +241,6 @@ def states_of(config: dict[str, Any], scan: bool, axis: int) -> tuple[list[np.nd
 
     states, expected = compute_states(params)
     return [np.asarray(state) for state in states], np.asarray(expected)
-
-
-@pytest.mark.parametrize("family", slow_except(FAMILIES, ["llama", "gemma2"]))
-def test_last_hidden_states_are_those_of_the_model(family: str):
-    states, expected = states_of(GOLDEN[family], scan=True, axis=0)
-    assert relative_error(states[-1], expected) < 1e-5
-
-
-@pytest.mark.parametrize(("scan", "axis"), slow_except([(False, 0), (True, 1)], [(False, 0)]))
-def test_hidden_states_do_not_depend_on_how_layers_are_stored(scan: bool, axis: int):
-    states, _ = states_of(LLAMA, scan=True, axis=0)
-    others, _ = states_of(LLAMA, scan, axis)
-    assert len(states) == LLAMA["num_hidden_layers"] + 1
-    for state, other in zip(states, others, strict=True):
-        assert relative_error(other, state) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -307,9 +263,6 @@ def test_hidden_states_match_transformers(family: str):
 # Inputs of layers from their tokens, and keys of earlier layers, against NumPy and on meshes.
 
 LAYERS, ROWS, WIDTH, MODEL_WIDTH = 4, 31, 6, 24
-
-
-EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 30}
 
 
 def test_layer_inputs_equal_numpy():
@@ -335,92 +288,6 @@ def test_layer_inputs_equal_numpy():
     expected = (projected / np.sqrt(mean_square) * scale + embedded) / np.sqrt(2)
     assert inputs is not None
     np.testing.assert_allclose(np.asarray(inputs), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_loss_and_gradients_do_not_depend_on_the_mesh():
-    tiny = tiny_transformer(GEMMA4 | EVEN)
-    params = tiny.params_from_tensors(random_tensors(GEMMA4 | EVEN))
-    batch = {name: jnp.asarray(column) for name, column in random_batch(30, 2, 16, 1).items()}
-
-    def loss_and_gradients(forward_config: ForwardConfig) -> tuple[jax.Array, Tree]:
-        columns = {
-            name: order_tokens(column.T, forward_config.sharding).T
-            for name, column in batch.items()
-        }
-
-        def loss(params: Tree) -> jax.Array:
-            return transformer.loss_sums(params, columns, tiny.model, forward_config).loss
-
-        return jax.jit(jax.value_and_grad(loss))(params)
-
-    expected_loss, expected = loss_and_gradients(UNSCANNED)
-    sharded = dataclasses.replace(
-        UNSCANNED,
-        sharding=make_sharding_context(parse_mesh("dp:2,mp:2,sp:2")),
-        attention_options=AttentionOptions("blockwise"),
-        ffn_chunk_size=4,
-        remat_policy="nothing_saveable",
-    )
-    loss, gradients = loss_and_gradients(sharded)
-    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
-    expected_leaves = flatten_tree(expected)
-    for path, gradient in flatten_tree(gradients).items():
-        if expected_leaves[path].any():
-            error = relative_error(np.asarray(gradient), np.asarray(expected_leaves[path]))
-            assert error < 1e-5, path
-
-
-# Tests of the number of calls between the model's functions and the products of its layers.
-
-
-def calls_to_products(
-    config: dict[str, Any], forward_config: ForwardConfig, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, list[str]]:
-    """Trace a model's logits; return the project's calls from `compute_logits` to `linear`.
-
-    The key is the module that calls `linear`.
-    """
-    calls_by_module: dict[str, list[str]] = {}
-
-    def record_calls(x: Array, weights: Mapping[str, Array], **options: Any) -> Array:
-        names = ["linear"]
-        modules: list[str] = []
-        frame = sys._getframe(1)
-        while frame.f_code.co_name != "compute_logits":
-            module = frame.f_globals["__name__"]
-            if module.startswith("trainer."):
-                names.append(frame.f_code.co_name)
-                modules.append(module)
-            assert frame.f_back is not None
-            frame = frame.f_back
-        calls_by_module.setdefault(modules[0], names[::-1])
-        return linear(x, weights, **options)
-
-    for module in (attention, mlp):
-        monkeypatch.setattr(module, "linear", record_calls)
-    model = tiny_transformer(config).model
-    params = unflatten_tree(
-        {path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for path, leaf in model.leaves.items()}
-    )
-    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-    jax.eval_shape(
-        lambda params, tokens: transformer.compute_logits(params, tokens, model, forward_config),
-        params,
-        tokens,
-    )
-    return calls_by_module
-
-
-@pytest.mark.parametrize(("is_scanned", "num_more"), [(False, 0), (True, 2)])
-def test_products_of_a_layer_are_few_calls_deep(
-    is_scanned: bool, num_more: int, monkeypatch: pytest.MonkeyPatch
-):
-    """A scan over layers adds its caller and its body. JAX's own calls are not counted."""
-    options = ForwardConfig(scan_layers=is_scanned)
-    calls = calls_to_products(LLAMA, options, monkeypatch)
-    assert calls.keys() == {"trainer.nn.attention", "trainer.nn.mlp"}
-    assert max(map(len, calls.values())) <= 7 + num_more, calls
 
 
 # Tests of functions of tokens that are applied chunk by chunk.

@@ -268,35 +268,6 @@ def test_token_that_is_not_finite_changes_no_other_token():
     np.testing.assert_allclose(output, run_forward(x, weights), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "policy",
-    slow_except(["nothing_saveable", "dots_saveable", "everything_saveable"], ["dots_saveable"]),
-)
-def test_remat_policies_do_not_change_gradients(policy: str):
-    """The layer runs in a scan, as the layers of a model do."""
-    (x, weights), arch_config = random_inputs(), make_moe_arch(2)
-
-    def loss(x: Array, weights: MoeWeights, policy: str = "") -> Array:
-        def layer(x: Array, _: None) -> tuple[Array, None]:
-            return x + 0.1 * moe_mlp(x, weights, arch_config, ShardingContext()), None
-
-        layer = (
-            jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, policy))
-            if policy
-            else layer
-        )
-        return jnp.square(jax.lax.scan(layer, x, length=2)[0]).sum()
-
-    gradients = jax.tree.leaves(
-        jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)(x, weights, policy)
-    )
-    expected = jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)))(x, weights))
-    assert [relative_error(*pair) for pair in zip(gradients, expected)] == pytest.approx(
-        [0] * len(expected), abs=1e-5
-    )
-
-
 def compiled_route(x: Array, weights: RouterWeights, arch_config: ArchConfig) -> Routing:
     """Return the experts of each token, computed by one program."""
     return jax.jit(lambda x, weights: route(x, weights, arch_config, ExpertSharding()))(x, weights)
@@ -501,11 +472,6 @@ def test_expert_sharding_splits_matrices_by_the_rules(
     assert shards.weight_axes["up.weight"] == up_axes
     assert shards.weight_axes["down.weight"] == (up_axes[0], up_axes[2], up_axes[1])
     assert shards.gathers_experts == gathers
-
-
-def test_experts_on_one_device_are_not_split():
-    shards = ExpertSharding()
-    assert (shards.token_axes, shards.num_expert_shards, shards.gathers_experts) == ((), 1, False)
 
 
 def test_num_expert_shards_is_the_size_of_the_mesh_axis():

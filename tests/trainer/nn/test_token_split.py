@@ -34,7 +34,6 @@ from trainer.nn import transformer
 from trainer.nn.attention_mask import Segments
 from trainer.nn.dropout import Stack, step_dropout
 from trainer.nn.model_spec import AttentionOptions, ForwardConfig, build_model
-from trainer.nn.token_chunks import join_chunks, pad_tokens, split_chunks, unpad_tokens
 from trainer.nn.transformer import loss_sums
 
 # Tests of models on a mesh that splits tokens: equal losses and gradients, and no array of all tokens on a device.
@@ -157,16 +156,6 @@ def test_compiler_passes_keys_and_gathers_no_tokens_over_sp():
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)
     largest = max(math.prod(map(int, shape.split(","))) for shape in gathered)
     assert largest == length // 2 * 64, "the residual stream of a device, which mp splits"
-
-
-@pytest.mark.slow
-def test_memory_falls_with_the_number_of_token_shards():
-    analyses: Any = [
-        compile_step(mesh, rows=rows, length=8192).memory_analysis()
-        for mesh, rows in (("dp:4,sp:2", 4), ("dp:2,sp:4", 2))
-    ]
-    two, four = (analysis.temp_size_in_bytes for analysis in analyses)
-    assert 0.45 < four / two < 0.6
 
 
 @pytest.mark.parametrize("kernel", ["reference"])
@@ -315,37 +304,3 @@ def test_forgetful_masking_keeps_the_first_key_of_each_document():
     is_first = batch["positions"] == 0
     assert np.asarray(visible)[is_first].all()
     assert np.asarray(visible)[~is_first].mean() < 0.4
-
-
-# Tests of chunks of a token axis that a mesh splits into shards of consecutive columns.
-
-X = jnp.asarray(np.arange(12, dtype=np.int32).reshape(1, 12))
-
-
-def test_chunks_have_tokens_of_every_shard():
-    chunks = split_chunks(X, 2, num_shards=2)
-    assert chunks.tolist() == [[[0, 1, 6, 7]], [[2, 3, 8, 9]], [[4, 5, 10, 11]]]
-
-
-def test_chunks_of_one_shard_are_consecutive():
-    assert split_chunks(X, 4).tolist() == [[[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9, 10, 11]]]
-
-
-@pytest.mark.parametrize(
-    ("chunk_size", "num_shards"), slow_except([(1, 1), (4, 1), (3, 2), (2, 3)], [(3, 2)])
-)
-def test_join_chunks_inverts_split_chunks(chunk_size: int, num_shards: int):
-    x = jnp.arange(2 * 12 * 3).reshape(2, 12, 3)
-    chunks = split_chunks(x, chunk_size, num_shards=num_shards)
-    np.testing.assert_array_equal(join_chunks(chunks, num_shards=num_shards), x)
-
-
-def test_padding_follows_the_tokens_of_each_shard():
-    padded = pad_tokens(X, 1, -1, num_shards=3)
-    assert padded.tolist() == [[0, 1, 2, 3, -1, 4, 5, 6, 7, -1, 8, 9, 10, 11, -1]]
-    np.testing.assert_array_equal(unpad_tokens(padded, 1, num_shards=3), X)
-
-
-def test_no_padding_returns_the_array():
-    assert pad_tokens(X, 0) is X
-    assert unpad_tokens(X, 0, num_shards=3) is X

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prepcli.algebra.axis_map import bind_row
 from prepcli.commands.testing.tiny_model import (
     UNSCANNED,
     TinyTransformer,
@@ -23,23 +22,14 @@ from prepcli.commands.testing.tiny_model import (
 )
 from prepcli.core.errors import USAGE, PrepError
 from prepcli.models.activation_memory import REMAT_POLICIES
-from prepcli.models.param_tree import Tree, flatten_tree, param_leaves, unflatten_tree
-from prepcli.models.parameters import parameter_rows
-from prepcli.models.registry import FAMILIES
+from prepcli.models.param_tree import Tree, flatten_tree
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_configs import GOLDEN, GPT2, GPT_NEO, LLAMA, T5, T5_GATED
+from tests.helpers.tiny_configs import GOLDEN, GPT_NEO, LLAMA, T5, T5_GATED
 from trainer.nn import transformer
 from trainer.nn.initialization import init_leaves, init_params
 from trainer.nn.model_spec import ForwardConfig
 
 # Tests of initialization, checks, scan and rematerialization; numeric results are in test_parity.
-
-# arguments of `tiny_transformer` after the config, and whether layers are scanned
-STORED_AND_SCANNED: list[tuple[tuple[bool, ...], bool]] = [
-    ((), True),
-    ((), False),
-    ((False,), False),
-]
 
 
 @pytest.mark.parametrize(("scan", "scan_axis"), slow_except(((False, 0), (True, 1)), ((False, 0),)))
@@ -48,17 +38,6 @@ def test_init_does_not_depend_on_how_layers_are_stored(scan: bool, scan_axis: in
     tensors, others = (tiny.tensors_from_params(init_params(tiny.model, 7)) for tiny in variants)
     for name, values in tensors.items():
         np.testing.assert_array_equal(values, others[name])
-
-
-@pytest.mark.slow
-def test_init_does_not_depend_on_other_parameters():
-    small = tiny_transformer(LLAMA)
-    large = tiny_transformer(LLAMA | {"attention_bias": True, "num_hidden_layers": 3})
-    small_tensors, large_tensors = (
-        tiny.tensors_from_params(init_params(tiny.model, 7)) for tiny in (small, large)
-    )
-    for name, values in small_tensors.items():
-        np.testing.assert_array_equal(values, large_tensors[name])
 
 
 def test_init_depends_on_role_and_seed():
@@ -80,24 +59,6 @@ def test_init_depends_on_role_and_seed():
     assert len({sample.tobytes() for sample in samples}) == len(samples)
     q = np.asarray(params["layers.attn.q.weight"])
     assert not np.array_equal(q[0], q[1])
-
-
-@pytest.mark.slow
-def test_layer_score_scale_applies_to_stacked_and_listed_layers():
-    config = GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_layer": 3}
-    unscaled, tensors = tiny_transformer(GPT2 | {"n_layer": 3}), random_tensors(config)
-    batch = random_batch(config["vocab_size"], 2, 7)
-    logits = []
-    for stored, is_scanned in STORED_AND_SCANNED:
-        tiny = tiny_transformer(config, *stored)
-        forward_config = ForwardConfig(scan_layers=is_scanned)
-        logits.append(
-            model_logits(tiny.model, tiny.params_from_tensors(tensors), batch, forward_config)
-        )
-    for array in logits[1:]:
-        np.testing.assert_allclose(array, logits[0], atol=2e-5)
-    unscaled_logits = model_logits(unscaled.model, unscaled.params_from_tensors(tensors), batch)
-    assert abs(logits[0] - unscaled_logits).max() > 1e-2
 
 
 @pytest.mark.parametrize("true_size", [0, 30, -1, "29", 2.5])
@@ -172,32 +133,6 @@ def test_scan_runs_one_period_of_windows_per_step(layer_types: list[str], num_st
     assert loops == num_steps
 
 
-def temporary_nbytes(remat_policy: str) -> int:
-    """Return the bytes of temporaries that XLA plans for a loss and its gradients."""
-    tiny = tiny_transformer(
-        LLAMA | {"num_hidden_layers": 8, "hidden_size": 32, "intermediate_size": 256}
-    )
-    shape = jax.ShapeDtypeStruct
-    params = unflatten_tree(
-        {path: shape(leaf.shape, jnp.float32) for path, leaf in tiny.model.leaves.items()}
-    )
-    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    batch = {key: shape((2, 128), dtype) for key, dtype in dtypes.items()}
-    forward_config = ForwardConfig(remat_policy=remat_policy)
-    run = jax.jit(
-        jax.value_and_grad(
-            lambda p, b: transformer.loss_sums(p, b, tiny.model, forward_config).loss
-        )
-    )
-    memory: Any = run.lower(params, batch).compile().memory_analysis()
-    return memory.temp_size_in_bytes
-
-
-@pytest.mark.slow
-def test_remat_halves_memory_of_activations():
-    assert temporary_nbytes("nothing_saveable") < temporary_nbytes("none") / 2
-
-
 def test_bfloat16_computation_returns_float32_logits():
     tiny = tiny_transformer(LLAMA)
     params = tiny.params_from_tensors(random_tensors(LLAMA))
@@ -220,8 +155,6 @@ def test_unknown_remat_policy_is_rejected():
 
 
 # Tests of encoder-decoder models: source masks, two stacks of different depth, and their parameter trees.
-
-FAMILY = FAMILIES["t5"]
 
 
 def compile_logits(tiny: TinyTransformer) -> Callable[[Tree, Mapping[str, np.ndarray]], np.ndarray]:
@@ -316,58 +249,6 @@ def test_encoder_output_is_required_only_with_encoder():
         )
     with pytest.raises(PrepError, match="llama has no encoder"):
         transformer.encode(params, tokens, decoder_only.model, UNSCANNED)
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_stacked_leaves_have_depth_of_their_stack(axis: int):
-    leaves = param_leaves(FAMILY, T5, True, scan=True, scan_axis=axis)
-    for path, leaf in leaves.items():
-        assert leaf.stack_axis == (min(axis, len(leaf.shape) - 1) if ".layers." in path else None)
-        if leaf.stack_axis is not None:
-            assert leaf.shape[leaf.stack_axis] == (2 if path.startswith("encoder.") else 3)
-            assert leaf.dims[leaf.stack_axis] == (
-                ("encoder_layers" if path.startswith("encoder.") else "layers"),
-            )
-
-
-def test_unstacked_leaves_are_numbered_per_stack():
-    leaves = param_leaves(FAMILY, T5_GATED, False, scan=False)
-    numbers = {path.split(".", 3)[2] for path in leaves if path.startswith("decoder.layers.")}
-    assert numbers == {"0", "1", "2"}
-    leaf = leaves["encoder.layers.1.attn.q.weight"]
-    assert (leaf.layer_index, leaf.path_pattern) == (
-        1,
-        "encoder.layers.{encoder_layers}.attn.q.weight",
-    )
-    assert leaf.shape == (3, 6, 16)
-    assert leaves["decoder.layers.2.cross.o.weight"].shape == (16, 3, 6)
-    assert {path for path, leaf in leaves.items() if leaf.role == "embedding"} == {
-        "embed.tokens",
-        "encoder.relative_positions.weight",
-        "decoder.relative_positions.weight",
-    }
-
-
-@pytest.mark.parametrize(
-    ("changes", "tensor", "is_gated"),
-    [
-        ({}, "wi", False),
-        ({"feed_forward_proj": "gated-gelu"}, "wi_1", True),
-        ({"feed_forward_proj": "gated-gelu", "is_gated_act": False}, "wi", False),
-        ({"is_gated_act": True}, "wi_1", True),
-    ],
-)
-def test_config_selects_rows_of_gated_mlp(changes: dict[str, Any], tensor: str, is_gated: bool):
-    rows = parameter_rows(FAMILY, T5 | changes)
-    assert ("encoder.layers.mlp.gate.weight" in rows) == is_gated
-    name, _ = next(bind_row(rows["decoder.layers.mlp.up.weight"], FAMILY.sizes(T5)).tensors())
-    assert name == f"decoder.block.0.layer.2.DenseReluDense.{tensor}.weight"
-    flax_parameters = FAMILY.layouts["hf-flax"].parameters
-    paths = {path for path, parameter in flax_parameters.items() if parameter.resolve(T5 | changes)}
-    assert ("encoder.block.{encoder_layers}.layer.1.DenseReluDense.wi.kernel" in paths) != is_gated
-    assert (
-        "encoder.block.{encoder_layers}.layer.1.DenseReluDense.wi_0.kernel" in paths
-    ) == is_gated
 
 
 def test_lm_head_input_scale_is_applied_in_float32():
@@ -490,12 +371,6 @@ def test_mamba_starts_with_a_numbered_rate_per_state():
     rates = np.exp(mixer_leaves(GOLDEN["mamba"])["a_log.weight"])
     numbers = np.arange(1, GOLDEN["mamba"]["state_size"] + 1)
     np.testing.assert_allclose(rates, np.broadcast_to(numbers, rates.shape), rtol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", slow_except(["bamba", "granitemoehybrid"], ["bamba"]))
-def test_step_biases_of_hybrid_models_start_at_one(name: str):
-    assert (mixer_leaves(GOLDEN[name])["dt_bias.bias"] == 1).all()
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from tests.helpers.manifests import changed_manifest
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.run_cli import run_code, run_ok
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, assert_same, read_tensors
+from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, assert_same, read_tensors
 from tests.helpers.train_runs import read_losses, set_keys
 from tests.helpers.training_folder import make_training_folder
 from trainer.run.run_record import ENVIRONMENT_FILE
@@ -165,25 +165,6 @@ def test_exported_adapter_starts_another_run(trained: Path):
     assert second.tensors != first.tensors
 
 
-@pytest.mark.slow
-def test_adapter_of_a_multimodal_class_starts_a_run(trained: Path):
-    path = Path("adapter/adapter_model.safetensors")
-    recipe = Path("recipe.toml")
-    recipe.write_text(recipe.read_text().replace(LORA, '\n[lora]\npath = "adapter"\n'))
-    run_ok("train", "recipe.toml", "--out", "second")
-    tensors = load_file(path)
-    renamed = {
-        name.replace("model.layers.", "model.language_model.layers."): values
-        for name, values in tensors.items()
-    }
-    assert renamed.keys().isdisjoint(tensors)
-    save_file(renamed, path)
-    (path.parent / MANIFEST_FILE).unlink()
-    run_ok("train", "recipe.toml", "--out", "third")
-    second, third = (read_manifest(Path(run) / "3") or NO_MANIFEST for run in ("second", "third"))
-    assert third.tensors == second.tensors
-
-
 def other_model(row: int) -> None:
     """Write a copy of the base, `other`, with another value in a row of each tensor of layer 1."""
     shutil.copytree("tiny", "other")
@@ -254,20 +235,6 @@ def test_merge_takes_adapters_without_a_digest(adapter: Path):
     run_ok("merge", "adapter", "other", "--out", "merged")
     (adapter / MANIFEST_FILE).unlink()
     run_ok("merge", "adapter", "other", "--out", "merged", "--overwrite")
-
-
-@pytest.mark.slow
-def test_merge_recognizes_the_base_of_a_run_from_a_hf_model(
-    work_dir: Path, capsys: pytest.CaptureFixture[str]
-):
-    words = ["--set", "model.path=tiny", "-q"]
-    assert main(["train", "recipe.toml", *words]) == OK
-    run_ok("export", "runs/recipe", "--out", "adapter")
-    other_model(row=3)
-    assert run_code("merge", "adapter", "other") == FAILED
-    assert "another base" in capsys.readouterr().err
-    for base in ("tiny", "tiny-init"):
-        run_ok("merge", "adapter", base, "--overwrite")
 
 
 def test_steps_of_adapters_are_not_complete_models(
@@ -372,14 +339,6 @@ def test_stopped_run_with_dropout_resumes_exactly(work_dir: Path):
     assert all(np.array_equal(whole[name], parts[name]) for name in whole)
 
 
-@pytest.mark.slow
-def test_dropout_changes_the_run(work_dir: Path):
-    assert train_with_dropout("--out", "whole") == OK
-    assert train_with_dropout("--out", "none", "--set", "lora.dropout=0.0") == OK
-    whole, none = (read_leaves(Path(run) / "3") for run in ("whole", "none"))
-    assert not np.array_equal(none["params.embed.tokens"], whole["params.embed.tokens"])
-
-
 def test_dry_run_counts_modules_trained_as_a_whole(
     work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -441,12 +400,6 @@ def test_adapter_of_some_layers_is_not_continued(
 
 # The vocabulary of 131 tokens is padded to 136 rows.
 MIXTRAL = FAMILY_CONFIGS["mixtral"] | {"num_local_experts": 4}
-
-
-GPT_OSS = FAMILY_CONFIGS["gpt_oss"] | {"num_local_experts": 4}
-
-
-QWEN3_MOE = FAMILY_CONFIGS["qwen3_moe"] | {"num_experts": 4}
 
 
 LORA_OF_EXPERTS = """
@@ -534,43 +487,3 @@ def test_adapters_of_experts_do_not_depend_on_the_mesh(name: str, mixtral_folder
     tensors = load_file("many-adapter/adapter_model.safetensors")
     saved = {f"base_model.model.{name}.weight" for name in ("model.embed_tokens", "lm_head")}
     assert {name: len(tensors[name]) for name in saved} == dict.fromkeys(saved, 131)
-
-
-@pytest.mark.usefixtures("_mesh_dir")
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [GPT_OSS, QWEN3_MOE], ids=["gpt_oss", "qwen3_moe"])
-@pytest.mark.parametrize("name", ["tensor", "experts", "experts-fsdp"])
-def test_adapters_of_experts_on_meshes_of_families(config: dict[str, Any], name: str):
-    write_recipe(config)
-    train_on_one_device("one")
-    assert main(train_command("many", *MESHES[name])) == OK
-    assert_equal_runs("many", "one")
-
-
-SAVED = '\n[lora]\nrank = 4\ndropout = 0.2\nmodules_to_save = ["embed.tokens"{head}]\n'
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_mesh_dir")
-@pytest.mark.parametrize("name", slow_except(["opt", "llama"], ["opt"]))
-def test_saved_modules_do_not_depend_on_the_mesh(name: str):
-    """The head of OPT is its embedding. Dropout has the masks of one device."""
-    config = FAMILY_CONFIGS.get(name, LLAMA)
-    write_recipe(config, SAVED.format(head="" if name == "opt" else ', "head"'))
-    train_on_one_device("one")
-    assert main([*train_command("many", "1,2,4"), "--stop-after", "2"]) == STOPPED
-    assert main(train_command("many", "2,2,2", ("vocab=fsdp", "embed=mp"))) == OK
-    assert_equal_runs("many", "one")
-
-
-@pytest.mark.usefixtures("_mesh_dir")
-@pytest.mark.slow
-def test_continued_saved_modules_do_not_depend_on_the_mesh():
-    """The embedding of an exported adapter has 131 rows, and that of its base 136."""
-    write_recipe(LLAMA, SAVED.format(head=', "head"'))
-    assert main(train_command("first", "1,2,4")) == OK
-    assert len(export("first")["base_model.model.lm_head.weight"]) == 131
-    write_recipe(LLAMA, '\n[lora]\npath = "first-adapter"\n')
-    train_on_one_device("one")
-    assert main(train_command("many", "2,2,2")) == OK
-    assert_equal_runs("many", "one")

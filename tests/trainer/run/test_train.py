@@ -274,21 +274,6 @@ def test_result_of_a_stopped_run_has_the_values_of_its_step(
     assert read_losses("runs/recipe") == [lines[step]["loss"] for step in (1, 10, 12)]
 
 
-@pytest.mark.slow
-def test_resume_in_another_environment_is_a_warning(
-    work_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    """The flags are changed only in the environment: XLA has read them before the first run."""
-    capsys.readouterr()
-    for _ in range(2):
-        assert train_json(capsys, "--stop-after", "1")[1]["warnings"] == []
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=1")
-    _, report = train_json(capsys, "--stop-after", "1")
-    (warning,) = report["warnings"]
-    assert warning.startswith("results may differ in the last bits: since step 2, XLA_FLAGS ")
-    assert warning.endswith(" -> --xla_backend_optimization_level=1")
-
-
 @pytest.mark.parametrize("dry_run", [("--dry-run",), ()])
 def test_resume_needs_optimizer_state(
     work_dir: Path, capsys: pytest.CaptureFixture[str], dry_run: tuple[str, ...]

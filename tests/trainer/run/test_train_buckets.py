@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,6 @@ from tests.helpers.processes import finish, start_processes
 from tests.helpers.train_runs import set_keys
 from tests.helpers.training_folder import make_training_folder
 from tests.helpers.waiting import wait_until
-from tests.trainer.run.test_logs import FakeWandb
-from trainer.run import train as train_command
-from trainer.run.logs import ID_FILE
 from trainer.run.run_record import ENVIRONMENT_FILE
 from trainer.run.storage import TOKENS_FOLDER
 from trainer.training.metrics import METRICS_FILE, read_metrics
@@ -114,116 +109,10 @@ def test_stopped_and_resumed_run_equals_a_local_run(
     assert not Path("gs:").exists()
 
 
-@pytest.mark.slow
-def test_finished_run_in_a_bucket_does_nothing_on_another_host(store: FakeObjectStore):
-    """Its log, which shows that the last evaluation is complete, is in the bucket only."""
-    words = ("--out", URL, "--set", "data.cache=tokens", "-q")
-    assert train(*words) == OK
-    objects = dict(store.objects)
-    shutil.rmtree(LOCAL)
-    assert train(*words) == OK
-    assert dict(store.objects) == objects
-
-
-@pytest.mark.slow
-def test_start_that_another_has_overtaken_changes_nothing(
-    store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    """An object store has no lock: another start trains the run after this one has listed its steps."""
-    assert train("--out", URL, "--stop-after", "2", "-q") == STOPPED
-    check_start = train_command.check_start
-    objects: dict[str, bytes] = {}
-
-    def check_after_another(*arguments: Any, **options: Any) -> Any:
-        monkeypatch.setattr(train_command, "check_start", check_start)
-        assert train("--out", URL, "-q") == OK
-        objects.update(store.objects)
-        capsys.readouterr()
-        return check_start(*arguments, **options)
-
-    monkeypatch.setattr(train_command, "check_start", check_after_another)
-    assert train("--out", URL, "--json") == STOPPED
-    error = json.loads(capsys.readouterr().out)["error"]
-    assert error["what"] == f"{URL} is at step 4, and this process has read step 2"
-    assert dict(store.objects) == objects
-
-
-@pytest.mark.slow
-def test_commands_read_a_run_in_a_bucket(
-    store: FakeObjectStore, capsys: pytest.CaptureFixture[str]
-):
-    assert train("--out", "local", "-q") == OK
-    assert train("--out", URL, "-q") == OK
-    store.objects[f"{PREFIX}9/state/_METADATA"] = b"{}"  # a save that was killed
-    assert main(["verify", URL, "-q"]) == OK
-    assert main(["verify", f"{URL}/3", "-q"]) == OK
-    assert main(["export", URL, "--out", "learned", "-q"]) == OK
-    assert main(["verify", "learned", "local", "-q"]) == OK
-    assert main(["inspect", URL, "-q"]) == OK
-    capsys.readouterr()
-    texts = []
-    for name in ("local", URL):
-        assert main(["generate", name, "--tokens", "1,2,3", "--max-new-tokens", "4", "-q"]) == OK
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
-    assert main(["report", URL, "local", "--json", "-q"]) == OK
-    report = json.loads(capsys.readouterr().out)
-    (remote, local), page = report["runs"], Path("report.html").read_text()
-    assert (report["output"], remote.pop("run"), local.pop("run")) == ("report.html", URL, "local")
-    assert (remote["step"], remote["steps"], remote["loss"]) == (4, 4, local["loss"])
-    assert '>tiny</td><td class="n">3</td>' in page
-    assert ">9</td>" not in page
-    assert main(["report", f"{URL}-none", "-q"]) == FAILED
-    assert f"{URL}-none does not exist" in capsys.readouterr().err
-    assert (
-        train("--out", "next", "--set", f"model.path={URL}", "--stop-after", "1", "-q") == STOPPED
-    )
-
-
-@pytest.mark.slow
-def test_wandb_continues_the_id_of_the_bucket(
-    store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
-):
-    wandb = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    words = ("--out", URL, "--set", 'log.wandb={ project = "p", offline = true }', "-q")
-    assert train(*words, "--stop-after", "1") == STOPPED
-    assert store.objects[f"{PREFIX}{ID_FILE}"] == b"new1\n"
-    (LOCAL / ID_FILE).unlink()  # as on another host
-    assert train(*words, "--stop-after", "1") == STOPPED
-    assert [arguments["id"] for arguments in wandb.inits] == [None, "new1"]
-    assert [step for step, values in wandb.logged if "train/loss" in values] == [1, 2]
-
-
 def test_event_files_need_a_folder(store: FakeObjectStore, capsys: pytest.CaptureFixture[str]):
     assert train("--out", URL, "--set", "log.tensorboard=true", "-q") == USAGE
     assert '`log.tensorboard = "FOLDER"`' in capsys.readouterr().err
     assert store.objects == {}
-
-
-@pytest.mark.slow
-def test_dry_run_keeps_the_bucket_and_restart_deletes_its_steps(
-    store: FakeObjectStore, capsys: pytest.CaptureFixture[str]
-):
-    assert train("--out", URL, "--dry-run", "-q") == OK
-    assert store.objects == {}
-    assert not (LOCAL / TOKENS_FOLDER).exists()
-    assert train("--out", URL, "--stop-after", "2", "-q") == STOPPED
-    store.objects[f"{PREFIX}3/state/_METADATA"] = b"{}"
-    assert train("--out", URL, "--restart", "--stop-after", "1", "-q") == STOPPED
-    assert saved(store) == [1]
-    assert not store.objects_below(f"{PREFIX}3/")
-    assert train("--out", URL, "--restart", "--set", f"model.path={URL}", "-q") != OK
-    assert saved(store) == [1]
-    (LOCAL / "exports").mkdir()
-    shutil.copytree("tiny", LOCAL / "exports/1")
-    export = f"model.path={LOCAL / 'exports/1'}"
-    assert train("--out", URL, "--restart", "--set", export, "--stop-after", "1", "-q") == USAGE
-    assert saved(store) == [1]
-    assert (LOCAL / "exports/1/config.json").is_file()
-    capsys.readouterr()
-    assert train("--out", URL, "--set", "seed=7", "-q") != OK
-    assert "seed" in capsys.readouterr().err
 
 
 def test_other_objects_are_not_a_run(store: FakeObjectStore, capsys: pytest.CaptureFixture[str]):
@@ -231,18 +120,6 @@ def test_other_objects_are_not_a_run(store: FakeObjectStore, capsys: pytest.Capt
     assert train("--out", URL, "-q") == FAILED
     assert f"{URL} already exists and is not a run" in capsys.readouterr().err
     assert list(store.objects) == [f"{PREFIX}photo.png"]
-
-
-# tests/prepcli/execution/test_training_bucket.py saves from several processes. test_train_processes.py trains in two.
-@pytest.mark.slow
-def test_one_process_resumes_a_save_of_two_processes(store: FakeObjectStore):
-    """The two processes have resumed a step of one process before."""
-    assert train("--out", URL, "--stop-after", "1", "-q") == STOPPED
-    run_ok(2, "--stop-after", "2", code=STOPPED)
-    assert saved(store) == [2, 3]
-    assert train("--out", URL, "-q") == OK
-    assert saved(store) == [3, 4]
-    assert main(["verify", URL, "-q"]) == OK
 
 
 def test_refused_save_keeps_earlier_steps(
@@ -257,21 +134,6 @@ def test_refused_save_keeps_earlier_steps(
     store.failing_requests = "\0"
     assert train("--out", URL, "--json") == OK
     assert json.loads(capsys.readouterr().out)["resumed_at"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("failure", ["500", "silent"])
-@pytest.mark.parametrize("count", [1, 2])
-def test_failing_store_ends_all_processes(store: FakeObjectStore, count: int, failure: str):
-    store.status, store.stall = 500, "" if failure.isdecimal() else failure
-    store.failing_requests = f"PUT {PREFIX}2/state"
-    results = finish(start(count, env={"PREP_TIMEOUT": "5"}))
-    assert {code for code, _, _ in results} <= {FAILED, STOPPED}, results
-    assert all(f"cannot write {URL}/2" in stderr for _, _, stderr in results), results
-    assert saved(store) == [1]
-    store.failing_requests = "\0"
-    run_ok(count)
-    assert saved(store) == [3, 4]
 
 
 @pytest.mark.slow
@@ -311,10 +173,3 @@ def test_processes_save_to_a_bucket_as_to_a_folder(store: FakeObjectStore):
     run_ok(1, *words)
     assert saved(store) == [3, 4]
     assert main(["verify", URL, "-q"]) == OK
-
-
-@pytest.mark.slow
-def test_launch_local_saves_to_a_bucket(store: FakeObjectStore):
-    words = ["--processes", "2", "--devices", "2", "--", "--out", URL, *OVERRIDES]
-    assert main(["launch", "local", "recipe.toml", *words]) == OK
-    assert saved(store) == [3, 4]

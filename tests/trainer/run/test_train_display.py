@@ -316,8 +316,6 @@ def test_sparkline_scales_between_the_extremes():
 
 # `prep train` on a pseudo-terminal: the view that is redrawn in place, and the text around it.
 
-ROOT = Path(__file__).parents[3]
-
 
 SETTINGS = ("mesh=1,1,1", "train.steps=3", "data.holdout=0", "checkpoint.every=2")
 

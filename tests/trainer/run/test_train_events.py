@@ -17,7 +17,7 @@ import pytest
 
 from prepcli.core.errors import OK, STOPPED
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, read_manifest, saved_steps
-from prepcli.formats.step_scores import best_step, manifest_score
+from prepcli.formats.step_scores import best_step
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import hub_environment
 from tests.helpers.push_server import TOKEN, serve_push_hub
@@ -94,37 +94,6 @@ def test_best_step_and_milestones_outlive_keep(work_dir: Path, capsys: pytest.Ca
         )["step"]
         == best
     )
-
-
-@pytest.mark.slow
-def test_losses_of_other_numbers_of_sequences_are_not_compared(
-    work_dir: Path, capsys: pytest.CaptureFixture[str]
-):
-    """A run that is resumed with another `eval.limit` keeps the best step of both."""
-    settings = (*BEST, "optimizer.lr=0.3", "optimizer.clip_norm=0")
-    command = (
-        "train",
-        "recipe.toml",
-        "--out",
-        "run",
-        *set_keys(*settings, "eval.limit=2"),
-    )
-    run_failing(capsys, 75, *command, "--stop-after", "5")
-    train("run", *settings)
-    losses = eval_losses("run")
-    first, second = (
-        min(steps, key=lambda step: losses[step]) for steps in ((2, 4), (6, 8, 10, 12))
-    )
-    assert saved_steps(Path("run")) == sorted({first, second, 12})
-    assert best_step(Path("run")) == second
-    first_loss, second_loss = (
-        manifest_score(read_manifest(Path("run", str(step))) or NO_MANIFEST)
-        for step in (first, second)
-    )
-    assert first_loss.group == ("eval_loss", 2, None)
-    _, sequences, _ = second_loss.group
-    assert sequences is not None
-    assert sequences > 2
 
 
 @pytest.mark.slow

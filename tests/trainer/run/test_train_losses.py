@@ -12,19 +12,15 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
-from prepcli.formats.manifest import saved_steps
 from tests.helpers.manifests import changed_manifest
-from tests.helpers.run_cli import run_code, run_ok
+from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint, read_tensors
 from tests.helpers.train_runs import (
     read_losses,
-    read_step_files,
     set_keys,
-    start_train,
     train_error,
     train_json,
-    wait_for_step,
 )
 from tests.helpers.training_folder import WORDS, write_tokenizer
 
@@ -126,31 +122,6 @@ def test_seq2seq_loss_equals_transformers(pairs_dir: Path, capsys: pytest.Captur
         loss = float(model(padded, attention_mask=attention_mask, labels=labels).loss)
     assert report["eval_loss"] == pytest.approx(loss, rel=1e-5)
     assert report["eval_tokens"] == sum(map(len, targets))
-
-
-@pytest.mark.slow
-def test_loss_does_not_depend_on_execution_options(pairs_dir: Path):
-    """Micro-batches, unstacked layers and another mesh change the loss only by rounding."""
-    assert run_code("train", "recipe.toml", "--set", "mesh=1,4,2", "--stop-after", "3") == STOPPED
-    run_ok("save-init", "tiny", "--no-scan", "--pad-vocab", "8", "--out", "apart")
-    words = ("model.path=apart", "model.scan_layers=false", "batch.accumulate=2", "mesh=2,2,2")
-    sets = set_keys(*words, "model.remat_policy=nothing_saveable")
-    assert run_code("train", "recipe.toml", "--out", "other", "--stop-after", "3", *sets) == STOPPED
-    assert read_losses("other") == pytest.approx(read_losses("runs/recipe"), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_killed_seq2seq_run_resumes_to_the_same_bits(pairs_dir: Path):
-    run_ok("train", "recipe.toml", "--out", "unbroken")
-    running = start_train()
-    wait_for_step(running, "runs/recipe", 5)
-    running.kill()
-    running.communicate()
-    assert run_code("train", "recipe.toml", "--stop-after", "2") == STOPPED
-    assert saved_steps(Path("runs/recipe"))[-1] < 12
-    run_ok("train", "recipe.toml")
-    assert read_losses("runs/recipe") == read_losses("unbroken")
-    assert read_step_files("runs/recipe") == read_step_files("unbroken")
 
 
 def train_refusal(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, ...]:
@@ -395,25 +366,6 @@ def test_step_without_loss_is_null_in_the_log(
     first, second = map(json.loads, metrics.read_text().splitlines())
     assert (first["loss"], first["accuracy"], first["skipped"]) == (None, None, 1)
     assert second["loss"] > 0
-
-
-@pytest.mark.slow
-def test_samples_of_a_run_may_be_conversations(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    make_checkpoint(Path("tiny"), LLAMA)
-    write_tokenizer(Path("tiny"))
-    Path("tiny/chat_template.jinja").write_text(TEMPLATE)
-    rows = [json.dumps({"prompt": text_of(a), "completion": text_of(b)}) for a, b in make_prompts()]
-    Path("prompts.jsonl").write_text("\n".join(rows))
-    samples = '[log]\nsample_tokens = 3\nsamples = [{messages = [{role = "user", content = "w7"}]}, "w9"]\n'
-    Path("recipe.toml").write_text(PROMPTS_RECIPE.replace("steps = 6", "steps = 1") + samples)
-    assert train_json(capsys)[0] == OK
-    lines = Path("runs/recipe/samples.jsonl").read_text().splitlines()
-    assert [json.loads(line)["prompt"] for line in lines] == ["w3 w7 w5 w4 ", "w9"]
-    # The saved recipe is read again.
-    assert train_json(capsys)[0] == OK
 
 
 # `prep train` on packed documents: the same loss as transformers on each document.

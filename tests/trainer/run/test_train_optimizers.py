@@ -67,15 +67,6 @@ def test_stopped_run_resumes_and_reshards(work_dir: Path, name: str):
     run_ok("verify", "learned", "parts")
 
 
-@pytest.mark.slow
-def test_run_without_optimizer_state_resumes(work_dir: Path):
-    options = [*set_keys("optimizer.type=sgd", "optimizer.momentum=0.0"), *STEPS]
-    assert (
-        main(["train", "recipe.toml", "--out", "plain", "--stop-after", "2", *options]) == STOPPED
-    )
-    assert main(["train", "recipe.toml", "--out", "plain", *options]) == OK
-
-
 def test_summary_states_batch_and_optimizer_size(
     work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -86,15 +77,6 @@ def test_summary_states_batch_and_optimizer_size(
         assert "batch 8 x 16 = 128 tokens per step" in summary
         (sizes[name],) = re.findall(r"([\d.]+) KiB of parameters and moments per device", summary)
     assert float(sizes["lion"]) == pytest.approx(float(sizes["adamw"]) * 2 / 3, rel=0.01)
-
-
-@pytest.mark.slow
-def test_float16_run_trains(work_dir: Path):
-    options = ["--set", "model.dtype=float16", *STEPS]
-    assert main(["train", "recipe.toml", "--out", "half", *options]) == OK
-    with open_reader(Path("half/4")) as reader:
-        state = read_leaves(reader)
-    assert (state["skipped"], state["loss_scale"], state["loss_scale_steps"]) == (0, 2.0**15, 4)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +101,6 @@ def test_wrong_optimizer_keys_are_errors(
 # `prep train` with parameters in bfloat16: notes, checkpoints, resuming, export and loading.
 
 OPTIONS = set_keys("model.param_dtype=bfloat16", "train.steps=4", "checkpoint.every=0")
-
-
-LORA = set_keys("lora.rank=4", "lora.targets=['attn.q']")
 
 
 def read_step(path: str) -> dict[str, Any]:
@@ -168,21 +147,6 @@ def test_bfloat16_run_is_saved_resumed_and_exported(
             assert np.array_equal(np.asarray(leaf), expected.astype(np.float32)), (checkpoint, path)
 
 
-@pytest.mark.slow
-def test_float32_run_starts_from_a_bfloat16_step(
-    work_dir: Path, capsys: pytest.CaptureFixture[str]
-):
-    run_ok("train", "recipe.toml", "--out", "narrow", *OPTIONS)
-    capsys.readouterr()
-    options = ["--set", "model.path=narrow/4", "--stop-after", "3"]
-    assert main(["train", "recipe.toml", "--out", "wide", *options]) == STOPPED
-    assert "values changed" not in capsys.readouterr().err
-    assert {leaf.dtype.name for name, leaf in read_step("wide/3").items() if "." in name} == {
-        "float32",
-        "int32",
-    }
-
-
 def test_run_does_not_resume_with_another_param_dtype(
     work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -191,20 +155,6 @@ def test_run_does_not_resume_with_another_param_dtype(
         run_code("train", "recipe.toml", *OPTIONS, "--set", "model.param_dtype=float32") == FAILED
     )
     assert 'model.param_dtype: "bfloat16" -> "float32"' in capsys.readouterr().err
-
-
-# By default test_bfloat16_run_is_saved_resumed_and_exported has all parameters in bfloat16.
-@pytest.mark.slow
-def test_bfloat16_adapters_are_saved_and_exported(work_dir: Path):
-    assert (
-        run_code("train", "recipe.toml", "--out", "run", *OPTIONS, *LORA, "--stop-after", "2")
-        == STOPPED
-    )
-    run_ok("train", "recipe.toml", "--out", "run", *OPTIONS, *LORA)
-    params = {name: leaf for name, leaf in read_step("run/4").items() if name.startswith("params.")}
-    assert {leaf.dtype.name for leaf in params.values()} == {"bfloat16"}
-    run_ok("export", "run", "--out", "adapter")
-    run_ok("merge", "adapter", "tiny", "--out", "merged")
 
 
 # `checkpoint.storage`: the steps of a run as arrays of zarr 3, which Orbax and all commands read.

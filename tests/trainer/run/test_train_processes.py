@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.core.errors import FAILED, OK, STOPPED
+from prepcli.core.errors import OK, STOPPED
 from prepcli.formats.manifest import saved_steps
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.fork_server import ForkedProcess
@@ -25,7 +25,6 @@ from tests.helpers.tiny_checkpoints import read_tensors
 from tests.helpers.train_runs import read_losses, set_keys
 from tests.helpers.training_states import read_leaves
 from tests.helpers.waiting import wait_until
-from tests.trainer.run.test_train_losses import make_pairs_folder
 from trainer.run.run_record import SAMPLES_FILE
 from trainer.training import loop
 from trainer.training.metrics import METRICS_FILE, read_metrics
@@ -180,15 +179,6 @@ def test_several_processes_train_like_one(
 
 
 @pytest.mark.slow
-def test_several_processes_train_on_pairs_like_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    make_pairs_folder()
-    train("many", "--set", "mesh=2,2,2", count=2, devices=4)
-    train_here("one", "--set", "mesh=2,2,2")
-    assert_equal_runs("many", "one")
-
-
-@pytest.mark.slow
 def test_run_resumes_with_other_numbers_of_processes(work_dir: Path):
     """2 -> 1 -> 4 -> 2 processes, with 8, 4, 8 and 4 devices, take the batches of one process with 8 devices."""
     words = (
@@ -216,45 +206,6 @@ def test_run_resumes_with_other_numbers_of_processes(work_dir: Path):
     assert len(set(digests)) == 8
     assert read_losses("many") == pytest.approx(read_losses("one"), rel=RELATIVE)
     assert evaluations("many") == pytest.approx(evaluations("one"), rel=RELATIVE)
-
-
-@pytest.mark.slow
-def test_all_workers_log_to_files_of_their_own(work_dir: Path):
-    words = ("train", "recipe.toml", "--json", *SHORT, "--set", "log.all_workers=true")
-    (code, out, err), (other_code, other_out, other_err) = run(*words, count=2, devices=4)
-    assert (code, other_code, other_out) == (OK, OK, "")
-    assert json.loads(out)["step"] == 4
-    assert "process 0: step 4/4" in err
-    assert "process 1: step 4/4" in other_err
-    assert "tokenize" not in other_err
-    lines = [read_metrics(Path("runs/recipe") / name) for name in (METRICS_FILE, "metrics.1.jsonl")]
-    losses = [[line["loss"] for line in process_lines if "loss" in line] for process_lines in lines]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 4
-    assert run(*words, "--restart", count=1, devices=8)[0][0] == OK
-    assert not Path("runs/recipe/metrics.1.jsonl").exists(), "its steps are taken again"
-
-
-@pytest.mark.slow
-def test_dry_run_of_processes_writes_nothing(work_dir: Path):
-    (code, out, _), other = run("train", "recipe.toml", "--json", "--dry-run", count=2, devices=4)
-    assert (code, other) == (OK, (OK, "", ""))
-    assert json.loads(out)["dry_run"]
-    assert not Path("runs").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "devices", "mesh"), [(2, 4, "2,2,2"), (4, 2, "1,2,4")])
-def test_several_processes_generate_like_one(work_dir: Path, count: int, devices: int, mesh: str):
-    Path("prompts.txt").write_text("w3 w1 w4\nw5\n")
-    words = ("generate", "tiny", "--mesh", mesh, "--max-new-tokens", "20", "--json")
-    (code, out, err), *others = run(
-        *words, "--prompts", "-", count=count, devices=devices, stdin=Path("prompts.txt")
-    )
-    assert code == OK, err
-    assert others == [(OK, "", "")] * (count - 1)
-    (_, expected, _), *_ = run(*words, "--prompts", "prompts.txt", count=1, devices=8)
-    assert json.loads(out)["tokens"] == json.loads(expected)["tokens"]
 
 
 def test_generate_without_a_mesh_runs_alone(
@@ -323,19 +274,6 @@ def start(run: str, count: int, *words: str, steps: int) -> list[ForkedProcess]:
 
 def check_codes(results: list[tuple[int, str, str]], code: int = OK) -> None:
     assert [result[0] for result in results] == [code] * len(results), results
-
-
-# test_processes shows that a failed process ends all, and test_train_buckets that a failed save keeps earlier steps.
-@pytest.mark.slow
-def test_failed_save_ends_all_processes(work_dir: Path):
-    """The save in the background fails in process 0: something else has the name of the step."""
-    Path("run").mkdir()
-    for name in (".lock", "2"):
-        Path("run", name).touch()
-    results = finish(start("run", 2, steps=200))
-    assert [code for code, _, _ in results] == [FAILED] * 2, results
-    assert all("run/2 exists" in stderr for _, _, stderr in results), results
-    assert saved_steps(Path("run")) == [1]
 
 
 def kill_during_a_save(processes: list[ForkedProcess], rng: random.Random) -> None:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import prepcli as prep
@@ -14,8 +13,8 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, STOPPED, USAGE, DamagedError, PrepError
 from prepcli.models.layer_config import NO_DROPOUT, DropoutConfig
 from tests.helpers.run_cli import run_code, run_ok
-from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
-from tests.helpers.train_runs import read_losses, set_keys, train_error, train_json
+from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
+from tests.helpers.train_runs import set_keys, train_error, train_json
 from tests.helpers.training_folder import write_tokenizer
 from trainer.run.summary import dropout_text
 
@@ -61,19 +60,6 @@ def test_resumed_run_and_export_keep_the_rope(capsys: pytest.CaptureFixture[str]
     run_ok("verify", "runs/recipe")
 
 
-@pytest.mark.slow
-def test_next_run_scales_the_result_of_a_run(capsys: pytest.CaptureFixture[str]):
-    assert run_code("train", "recipe.toml", "--stop-after", "1", *LONG) == STOPPED
-    words = set_keys(
-        "model.path=runs/recipe/1", "model.rope_scaling={rope_type='yarn', factor=8.0}"
-    )
-    assert main(["train", "recipe.toml", "--out", "next", "--stop-after", "1", *words]) == STOPPED
-    assert (
-        "yarn (theta 10,000, factor 8, original positions 64); 256 positions"
-        in capsys.readouterr().err
-    )
-
-
 def test_dry_run_accepts_contexts_within_the_scaled_positions(capsys: pytest.CaptureFixture[str]):
     words = ("--dry-run", "--set", "data.seq_length=200")
     warning = "`data.seq_length` is 200, and the model was made for 64 positions; `model.rope_scaling` extends them"
@@ -101,18 +87,6 @@ def test_model_with_learned_positions_is_rejected(capsys: pytest.CaptureFixture[
         "remove `model.rope_scaling`",
     )
     assert not Path("runs").exists()
-
-
-@pytest.mark.slow
-def test_rope_of_the_checkpoint_is_kept_without_overrides(capsys: pytest.CaptureFixture[str]):
-    make_checkpoint(Path("scaled"), LLAMA | {"rope_theta": 5e5})
-    write_tokenizer(Path("scaled"))
-    run_ok("save-init", "scaled", "--pad-vocab", "8", "--mesh", "1,2,4")
-    words = ("--set", "model.path=scaled-init", "--stop-after", "1")
-    assert main(["train", "recipe.toml", *words]) == STOPPED
-    assert "rotary embedding default (theta 500,000); 64 positions" in capsys.readouterr().err
-    config = read_configs("runs/recipe/1/state/hf/config.json")[0]
-    assert config == read_configs("scaled-init/hf/config.json")[0]
 
 
 # `prep train` with partition rules of the recipe: losses, stored steps, resuming and padding.
@@ -183,29 +157,6 @@ def test_rules_that_do_not_divide_the_model_are_rejected(capsys: pytest.CaptureF
     assert (code, what) == (USAGE, "kv_heads 4 cannot be split over mp 8")
     code, what, *_ = train_error(capsys, "--set", "rules=kv_hads=mp")
     assert (code, what) == (USAGE, '`--set`: `rules = ["kv_hads=mp"]`: unknown dim `kv_hads`')
-
-
-@pytest.mark.slow
-def test_resume_changes_kind_of_rules(capsys: pytest.CaptureFixture[str]):
-    kinds = [
-        [r"re:^layers\.attn\.(q|k|v)\.weight$=none,fsdp,mp", "act:batch=none", "act:seq=fsdp|none"],
-        ["flaxlm:1,1", "re:norm=none"],
-        ["auto"],
-    ]
-    run_ok("train", "recipe.toml", "--out", "default")
-    for step, rules in zip((4, 8, 12), kinds):
-        stop = ("--stop-after", "4") if step < 12 else ()
-        options = ("--set", f"rules={json.dumps(rules)}")
-        assert (
-            run_code("train", "recipe.toml", "--out", "changed", *stop, *options) == STOPPED
-            if stop
-            else OK
-        )
-        assert read_manifest(f"changed/{step}")["rules"] == rules
-    np.testing.assert_allclose(read_losses("changed"), read_losses("default"), rtol=1e-5)
-    run_ok("verify", "changed")
-    capsys.readouterr()
-    assert main(["train", "recipe.toml", "--out", "changed", "--dry-run"]) == OK
 
 
 def test_dry_run_prints_rules_of_leaves_and_activations(capsys: pytest.CaptureFixture[str]):

@@ -20,15 +20,13 @@ from prepcli.models.mesh import parse_mesh
 from prepcli.restore.weights_reader import WeightsReader
 from tests.helpers.fork_server import start_python
 from tests.helpers.hub_server import FakeRepo, serve_hub
-from tests.helpers.object_server import use_objects
-from tests.helpers.processes import finish, start_processes
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.range_server import serve_ranges
 from tests.helpers.run_cli import run_code, run_failing_unchanged, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
 from tests.helpers.torch_checkpoints import to_torch, write_bin_folder
-from tests.helpers.train_runs import read_losses, read_step_files, set_keys, train_error, train_json
+from tests.helpers.train_runs import read_step_files, set_keys, train_error, train_json
 from tests.helpers.training_folder import RECIPE, WORDS, write_tokenizer
 from trainer.recipe import load_recipe
 from trainer.run.start import random_start
@@ -92,21 +90,6 @@ KINDS = ["tiny", "bin", "hf-flax", "easylm", "maxtext", "exported"]
 def test_training_from_a_source_equals_training_from_its_init(kind: str):
     run_ok("save-init", "tiny", "--pad-vocab", "auto", "--mesh", "1,2,4", "--out", "init")
     assert comparable(train_two_steps(make_source(kind))) == comparable(train_two_steps("init"))
-
-
-@pytest.mark.slow
-def test_exports_equal_exports_of_a_run_from_an_init():
-    exports: list[dict[str, bytes]] = []
-    for model in ("tiny", "tiny-init"):
-        run = f"from-{model}"
-        words = ("--out", run, "--set", f"model.path={model}")
-        assert run_code("train", "recipe.toml", "--stop-after", "1", *words) == STOPPED
-        run_ok("export", run, "--out", "learned")
-        exports.append({path.name: path.read_bytes() for path in Path("learned").iterdir()})
-        shutil.rmtree("learned")
-    manifests = [json.loads(files.pop("prep-manifest.json")) for files in exports]
-    assert exports[0] == exports[1]
-    assert manifests[0]["tensors"] == manifests[1]["tensors"]
 
 
 def test_resuming_does_not_need_the_source(capsys: pytest.CaptureFixture[str]):
@@ -197,40 +180,9 @@ def test_stream_from_the_hub_equals_training_from_a_folder(
     assert not list((tmp_path / "home").rglob("*.safetensors"))
 
 
-@pytest.mark.slow
-def test_model_in_an_object_store_is_trained(monkeypatch: pytest.MonkeyPatch):
-    expected = comparable(train_two_steps("tiny"))
-    objects = {f"bucket/m/tiny/{path.name}": path.read_bytes() for path in Path("tiny").iterdir()}
-    with use_objects(monkeypatch, objects):
-        assert comparable(train_two_steps("gs://bucket/m/tiny")) == expected
-
-
 def test_stream_of_a_local_folder_is_rejected(capsys: pytest.CaptureFixture[str]):
     code, what, *_ = train_error(capsys, "--stream", "--set", "model.path=tiny")
     assert (code, what) == (USAGE, "`--stream` has no effect")
-
-
-@pytest.mark.slow  # test_checkpoint has two processes
-def test_two_processes_start_from_a_folder():
-    assert (
-        run_code("train", "recipe.toml", "--stop-after", "2", "--set", "model.path=tiny") == STOPPED
-    )
-    words = (
-        "train",
-        "recipe.toml",
-        "--stop-after",
-        "2",
-        "--set",
-        "model.path=tiny",
-        "--out",
-        "two",
-        "-q",
-    )
-    results = finish(start_processes(*words, count=2, devices=4))
-    assert [code for code, _, _ in results] == [STOPPED] * 2, results
-    np.testing.assert_allclose(read_losses("two"), read_losses("runs/recipe"), rtol=1e-5)
-    assert Path("two/2/state/hf/tokenizer.json").is_file()
-    assert not Path("two/init").exists()
 
 
 # `prep train` with random initial parameters.
@@ -264,22 +216,6 @@ def test_random_start_trains_resumes_and_exports(
     resumed = export_run((), "parts")
     assert all(np.array_equal(tensors[name], resumed[name]) for name in tensors)
     run_ok("verify", "whole", "run-whole")
-
-
-# By default test_presets reads each preset, and test_random_start_trains_resumes_and_exports trains.
-@pytest.mark.slow
-def test_random_start_from_a_preset_reads_the_named_tokenizer(random_dir: Path):
-    Path("tokens").mkdir()
-    write_tokenizer(Path("tokens"))
-    small = "{ n_embd = 32, n_layer = 2, n_head = 4, n_positions = 16, vocab_size = 131, eos_token_id = 0 }"
-    Path("recipe.toml").write_text(
-        RECIPE.replace('path = "tiny-init"', 'init = "random"\npreset = "gpt2"')
-    )
-    tensors = export_run(
-        set_keys("data.tokenizer=tokens", f"model.overrides={small}"), "gpt2-small"
-    )
-    assert tensors["transformer.wte.weight"].shape == (131, 32)
-    assert Path("gpt2-small/tokenizer.json").exists()
 
 
 @pytest.mark.parametrize(

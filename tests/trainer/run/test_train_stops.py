@@ -28,11 +28,10 @@ from tests.helpers.fork_server import (
     start_python,
 )
 from tests.helpers.hub_server import hub_environment
-from tests.helpers.processes import finish, start_processes
 from tests.helpers.push_server import TOKEN, serve_push_hub
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.train_runs import read_step_files, set_keys
+from tests.helpers.train_runs import set_keys
 from tests.helpers.waiting import MAX_S, wait_until
 from trainer.run.run_record import SAMPLES_FILE
 from trainer.training.metrics import METRICS_FILE, read_metrics
@@ -88,24 +87,6 @@ def log_lines(run: str) -> list[dict[str, Any]]:
     return [{key: line[key] for key in line if key not in MEASURED} for line in lines]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", slow_except([10, 12], [12]))
-def test_stop_in_an_evaluation_loses_no_step(work_dir: Path, step: int):
-    """The same command evaluates the step again, and ends with the bits of a run without a stop."""
-    run_ok(*TRAIN[:3], "whole", *TRAIN[4:])
-    stopped = run_python(SIGNAL_IN_EVALUATION, str(step), "0", *TRAIN, "--json", has_jax=True)
-    assert stopped.returncode == STOPPED, stopped.stderr
-    assert json.loads(stopped.stdout)["error"]["why"] == f"step {step} is saved"
-    assert saved_steps(Path("run"))[-1] == step
-    assert [line["step"] for line in log_lines("run") if "eval_loss" in line][-1] < step
-    assert run_python(PREP, *TRAIN, has_jax=True).returncode == OK
-    assert log_lines("run") == log_lines("whole")
-    assert read_step_files("run") == read_step_files("whole")
-    # A finished run takes no further turn.
-    run_ok(*TRAIN)
-    assert log_lines("run") == log_lines("whole")
-
-
 def test_stop_in_the_evaluation_of_the_best_step_keeps_it(work_dir: Path):
     """The step is saved without its loss, and later ones are worse."""
     keys = ("checkpoint.best=eval_loss", "checkpoint.keep=1", "checkpoint.every=3")
@@ -142,28 +123,6 @@ def test_repeated_evaluation_that_ends_a_run_is_followed_by_its_samples(work_dir
     assert json.loads(sample)["step"] == end
 
 
-@pytest.mark.slow
-def test_events_of_a_step_without_its_log_are_not_repeated(work_dir: Path):
-    """A run that was moved without its log, and a last step that cannot be trained from, stay as they are."""
-    run_ok(*TRAIN)
-    metrics = Path("run", METRICS_FILE)
-    lines = [line for line in metrics.read_text().splitlines(keepends=True) if '"step": 12' in line]
-    metrics.unlink()
-    run_ok(*TRAIN)
-    assert not metrics.exists()
-    metrics.write_text(lines[0])
-    run_ok(*TRAIN)
-    assert metrics.read_text() == "".join(lines)
-    parameters = ("--set", "checkpoint.optimizer_state=false")
-    run_ok(*TRAIN, *parameters, "--restart")
-    metrics.write_text(lines[0])
-    # The saved step decides, whatever the recipe says about later ones.
-    run_ok(*TRAIN)
-    assert metrics.read_text() == lines[0]
-    run_ok(*TRAIN, *parameters)
-    assert metrics.read_text() == lines[0]
-
-
 def test_evaluation_of_a_step_without_optimizer_state_is_repeated(work_dir: Path):
     """Gradient descent without momentum keeps no state, so that the run can be trained from its last step."""
     parameters = ("checkpoint.optimizer_state=false", "train.steps=2")
@@ -176,22 +135,6 @@ def test_evaluation_of_a_step_without_optimizer_state_is_repeated(work_dir: Path
     metrics.write_text("".join(lines))
     run_ok(*words)
     assert metrics.read_text() == whole
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("process", ["0", "1"])
-def test_stop_in_an_evaluation_of_two_processes(work_dir: Path, process: str):
-    """All processes stop between the same batches, whichever of them has the signal."""
-    Path("signalling_prep.py").write_text(SIGNAL_IN_EVALUATION)
-    words = (*TRAIN, "--json", "--set", "mesh=2,4,1")
-    started = start_processes("5", process, *words, count=2, devices=4, module="signalling_prep")
-    (code, out, err), (other_code, _, _) = finish(started)
-    assert (code, other_code) == (STOPPED, STOPPED), err
-    assert json.loads(out)["error"]["what"] == "stopped by SIGTERM"
-    assert saved_steps(Path("run"))[-1] == 5
-    assert [code for code, *_ in finish(start_processes(*words, count=2, devices=4))] == [OK, OK]
-    evaluated = [line["step"] for line in log_lines("run") if "eval_loss" in line]
-    assert evaluated == [0, 5, 10, 12]
 
 
 # Prints the programs that XLA compiles after `Loop.compile`.
@@ -254,17 +197,6 @@ def test_first_ctrl_c_is_answered_and_the_second_one_quits(work_dir: Path):
     assert process.returncode == INTERRUPTED
     assert "error: interrupted\n  why: kept in run: step 3" in err.decode()
     assert saved_steps(Path("run")) == [3]
-
-
-@pytest.mark.slow
-def test_repeated_sigterm_does_not_end_the_save(work_dir: Path):
-    """Job managers repeat SIGTERM. Only Ctrl-C ends a run that is saving."""
-    script = SIGNAL_IN_EVALUATION.replace(
-        "os.kill(os.getpid(), signal.SIGTERM)",
-        "[os.kill(os.getpid(), signal.SIGTERM) for _ in 'ab']",
-    )
-    assert run_python(script, "5", "0", *TRAIN, has_jax=True).returncode == STOPPED
-    assert saved_steps(Path("run"))[-1] == 5
 
 
 # An evaluation of 60 batches, which takes a minute
@@ -364,10 +296,6 @@ StepExports.wait = wait_with_sign
 """
 
 
-def is_export_awaited() -> bool:
-    return Path("waits").exists() and Path("run/exports/3.partial").is_dir()
-
-
 def stop(process: ForkedProcess, number: signal.Signals) -> dict[str, Any]:
     """Send a signal, and return what the command prints."""
     process.send_signal(number)
@@ -386,23 +314,6 @@ def check_message(report: dict[str, Any], number: signal.Signals, missing: str) 
     assert error["hint"].startswith("to resume: `prep train recipe.toml --out run")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), slow_except([TERMINATED, INTERRUPT], [TERMINATED]))
-def test_signal_while_exports_are_awaited_is_reported(
-    work_dir: Path, number: signal.Signals, code: int
-):
-    words = (*WORDS, "--set", "checkpoint.export_every=3")
-    process = start_python(PREP_ON_HANGING_DISK, *words, has_jax=True)
-    wait_until(is_export_awaited, process)
-    report = stop(process, number)
-    assert process.returncode == code
-    check_message(report, number, "not exported: step 3")
-    assert not Path("run/exports/3").exists()
-    run_ok(*words)
-    run_ok("verify", "run/exports/3")
-    assert [path.name for path in Path("run/exports").iterdir()] == ["3"]
-
-
 # The loss is that of the start after each step, so that the run ends early with step 3.
 ENDS_EARLY = ("optimizer.lr=1e-30", "train.eval_every=1", "eval.patience=3")
 
@@ -411,17 +322,6 @@ EARLY_WORDS = (
     *(*WORDS[:-1], "train.steps=9", "--set", "checkpoint.export_every=3"),
     *set_keys(*ENDS_EARLY),
 )
-
-
-@pytest.mark.slow
-def test_signal_after_an_early_end_names_the_missing_exports(work_dir: Path):
-    process = start_python(PREP_ON_HANGING_DISK, *EARLY_WORDS, has_jax=True)
-    wait_until(is_export_awaited, process)
-    check_message(stop(process, signal.SIGTERM), signal.SIGTERM, "not exported: step 3")
-    assert process.returncode == STOPPED
-    run_ok(*EARLY_WORDS)
-    assert Path("run/exports/3").is_dir()
-    assert saved_steps(Path("run")) == [3]
 
 
 def test_signal_in_the_last_events_names_the_missing_exports(work_dir: Path):
@@ -484,63 +384,6 @@ def test_restart_during_the_push_is_refused(work_dir: Path):
         assert second.returncode == FAILED, second.stderr
         assert json.loads(second.stdout)["error"]["what"] == "run is locked"
         stop(process, signal.SIGTERM)
-    assert saved_steps(Path("run")) == [3]
-
-
-@pytest.mark.slow
-def test_signal_to_all_processes_during_the_wait_is_reported(work_dir: Path):
-    """Process 0 waits for the exports, and the other one for process 0."""
-    Path("hanging_prep.py").write_text(PREP_ON_HANGING_DISK)
-    settings = set_keys("mesh=2,4,1", "checkpoint.export_every=3")
-    processes = start_processes(*WORDS, *settings, count=2, devices=4, module="hanging_prep")
-    wait_until(is_export_awaited, *processes)
-    for process in processes[::-1]:
-        process.send_signal(signal.SIGTERM)
-    (code, out, _), (other_code, _, _) = finish(processes)
-    assert (code, other_code) == (STOPPED, STOPPED)
-    # The process reports its own signal, or the signal of the other process.
-    assert json.loads(out)["error"]["what"].startswith("stopped by SIGTERM")
-
-
-@pytest.mark.slow
-def test_signal_during_the_last_save_stops_the_wait(work_dir: Path):
-    """A signal that comes too late to stop the steps of a run stops the wait for its exports."""
-    script = PREP_ON_HANGING_DISK.replace(
-        PREP,
-        "from trainer.training.loop import Loop\n"
-        "wait = Loop._wait_for_save\n"
-        "def wait_with_signal(self):\n"
-        "    if self.step == 3 and self.pending_save:\n"
-        "        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    wait(self)\n"
-        "Loop._wait_for_save = wait_with_signal\n" + PREP,
-    )
-    process = start_python(script, *WORDS, "--set", "checkpoint.export_every=3", has_jax=True)
-    out, _ = process.communicate(timeout=MAX_S)
-    assert process.returncode == STOPPED
-    check_message(json.loads(out), signal.SIGTERM, "not exported: step 3")
-    assert saved_steps(Path("run")) == [3]
-
-
-# By default test_signal_during_the_push_is_reported stops the wait of one process, and test_processes
-# ends all processes of a job together.
-@pytest.mark.slow
-def test_signal_while_process_0_pushes_stops_the_wait(work_dir: Path):
-    """After the last step the other processes of a job wait for process 0."""
-    with serve_push_hub() as hub:
-        hub.failing_requests, hub.stall = "PUT /lfs/", "silent"
-        environment = hub_environment(hub.url, work_dir / "home") | {
-            "HF_TOKEN": TOKEN,
-            "HF_HUB_OFFLINE": "0",
-        }
-        words = (*WORDS, *set_keys("checkpoint.push=o/m", "mesh=1,2,1"))
-        processes = start_processes(*words, count=2, devices=1, env=environment)
-        wait_until(lambda: any(line.startswith("PUT /lfs/") for line in hub.requests), processes[0])
-        processes[1].send_signal(signal.SIGTERM)
-        (code_0, out_0, err_0), (code_1, _, err_1) = finish(processes)
-    assert (code_0, code_1) == (STOPPED, STOPPED), err_1
-    assert "error: stopped by SIGTERM of process 1\n hint: start all processes again" in err_0
-    assert json.loads(out_0)["error"]["what"] == "stopped by SIGTERM of process 1"
     assert saved_steps(Path("run")) == [3]
 
 

@@ -12,12 +12,11 @@ import pytest
 
 import prepcli as prep
 from prepcli.commands.cli.main import main
-from tests.helpers.fork_server import PREP, run_python
-from tests.helpers.hub_server import COMMIT, FakeRepo, serve_hub
-from tests.helpers.manifests import changed_manifest
+from tests.helpers.fork_server import run_python
+from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.stored_tensors import safetensors_bytes, write_safetensors
+from tests.helpers.stored_tensors import safetensors_bytes
 from tests.helpers.towers import PROCESSOR, write_model
 from tests.helpers.training_folder import RECIPE, write_tokenizer
 
@@ -136,46 +135,6 @@ def test_other_towers_are_refused(trained: Path, capsys: pytest.CaptureFixture[s
     assert not Path("recipe-hf").exists()
 
 
-@pytest.mark.slow
-def test_run_starts_from_model_folder(trained: Path):
-    recipe = Path("recipe.toml").read_text().replace("m-init", "./m")
-    Path("folder.toml").write_text(recipe)
-    run_ok("train", "folder.toml")
-    run_ok("export", "runs/recipe", "--out", "a")
-    run_ok("export", "runs/folder", "--out", "b")
-    assert safetensors_bytes(Path("a")) == safetensors_bytes(Path("b"))
-
-
-@pytest.mark.slow
-def test_run_of_model_without_stored_towers_exports_without_them(trained: Path):
-    text = {
-        name: tensor
-        for name, tensor in safetensors_bytes(Path("m")).items()
-        if name.startswith(TEXT_NAMES)
-    }
-    shutil.copytree("m", "bare")
-    write_safetensors(Path("bare/model.safetensors"), text)
-    run_ok("save-init", "./bare")
-    recipe = Path("recipe.toml").read_text().replace("m-init", "bare-init")
-    Path("bare.toml").write_text(recipe)
-    run_ok("train", "bare.toml")
-    run_ok("export", "runs/bare", "--out", "hf")
-    assert safetensors_bytes(Path("hf")).keys() == text.keys()
-    whole_config = json.loads(Path("m/config.json").read_text())
-    assert json.loads(Path("hf/config.json").read_text()) == whole_config
-
-
-@pytest.mark.slow
-def test_changed_rope_theta_keeps_mrope_in_export(trained: Path):
-    recipe = Path("recipe.toml").read_text()
-    Path("rope.toml").write_text(recipe.replace("[model]", "[model]\nrope_theta = 2e6"))
-    run_ok("train", "rope.toml")
-    run_ok("export", "runs/rope", "--out", "hf")
-    before = json.loads(Path("m/config.json").read_text())
-    before["text_config"]["rope_parameters"]["rope_theta"] = 2e6
-    assert json.loads(Path("hf/config.json").read_text()) == before
-
-
 @pytest.mark.parametrize("start", slow_except(["m-init", "./m", "runs/recipe"], ["m-init"]))
 def test_other_rope_type_is_refused_with_mrope(
     start: str, trained: Path, capsys: pytest.CaptureFixture[str]
@@ -201,47 +160,6 @@ def test_override_of_rope_type_is_refused_with_mrope(
     assert not Path("runs/rope").exists()
 
 
-@pytest.mark.slow
-def test_adapter_merges_into_multimodal_model(trained: Path, capsys: pytest.CaptureFixture[str]):
-    before = safetensors_bytes(Path("m"))
-    recipe = Path("recipe.toml").read_text()
-    Path("lora.toml").write_text(f'{recipe}\n[lora]\nrank = 4\ntargets = ["attn.q"]\n')
-    run_ok("train", "lora.toml")
-    run_ok("export", "runs/lora", "--out", "adapter")
-    for base in ("./m", "m-init"):
-        run_ok("merge", "adapter", base, "--out", "merged", "--overwrite")
-        merged = safetensors_bytes(Path("merged"))
-        assert merged.keys() == before.keys()
-        changed = {name for name in before if merged[name] != before[name]}
-        assert changed == {name for name in before if "language_model" in name and "q_proj" in name}
-
-    for words in (["--text-only"], ["--towers", "m"], ["--exclude", "README.md"]):
-        capsys.readouterr()
-        lines = error_lines(capsys, "export", "runs/lora", *words)
-        assert lines[0] == f"error: `{' '.join(words)}` has no effect for runs/lora"
-        assert "it has only adapters" in lines[1]
-
-
-@pytest.mark.slow
-def test_adapter_merges_into_step_with_towers_of_its_start(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-):
-    recipe = Path("recipe.toml").read_text().replace("m-init", "runs/recipe")
-    Path("lora.toml").write_text(f'{recipe}\n[lora]\nrank = 4\ntargets = ["attn.q"]\n')
-    run_ok("train", "lora.toml")
-    run_ok("export", "runs/lora", "--out", "adapter")
-    run_ok("merge", "adapter", "runs/recipe", "--out", "merged")
-    run_ok("export", "runs/recipe", "--out", "base")
-    run_ok("merge", "adapter", "./base", "--out", "expected")
-    assert safetensors_bytes(Path("merged")) == safetensors_bytes(Path("expected"))
-    with changed_manifest(Path("runs/recipe/3")) as manifest:
-        manifest["towers"]["path"] = "./absent"
-    capsys.readouterr()
-    lines = error_lines(capsys, "merge", "adapter", "runs/recipe", "--out", "other")
-    assert lines[0] == "error: the towers of runs/recipe cannot be read"
-    assert "export runs/recipe --towers CHECKPOINT" in lines[-1]
-
-
 def test_towers_on_the_hub_are_not_requested_offline(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -252,31 +170,3 @@ def test_towers_on_the_hub_are_not_requested_offline(
     assert process.returncode != 0
     assert "the towers of runs/recipe cannot be read" in process.stderr
     assert hub.requests == []
-
-
-@pytest.mark.slow
-def test_export_reads_towers_of_start_commit(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    recipe = Path("recipe.toml").read_text().replace("m-init", "o/m@main")
-    Path("hub.toml").write_text(recipe)
-    files = {path.name: path.read_bytes() for path in Path("m").iterdir()}
-    commands = (("train", "hub.toml"), ("export", "runs/hub", "--out", "hf"))
-    # After the start of the run, its model is no longer on the main branch.
-    repositories = (FakeRepo(files), FakeRepo(files, revisions=(COMMIT,)))
-    for words, repository in zip(commands, repositories, strict=True):
-        with serve_hub({"o/m": repository}) as hub:
-            environment = {**os.environ, **hub.environment(tmp_path / words[0])}
-            process = run_python(PREP, *words, cwd=tmp_path, env=environment)
-        assert process.returncode == 0, process.stderr
-    exported = safetensors_bytes(Path("hf"))
-    before = safetensors_bytes(Path("m"))
-    visual = [name for name in before if name.startswith("model.visual.")]
-    assert all(exported[name] == before[name] for name in visual)
-
-
-@pytest.mark.slow
-def test_generate_and_eval_take_text_part(trained: Path):
-    for checkpoint in ("m-init", "./m", "runs/recipe"):
-        run_ok("generate", checkpoint, "--prompt", "w3 w4", "--max-new-tokens", "2")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import weakref
@@ -19,7 +18,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from prepcli.algebra.boxes import Box
 from prepcli.core.errors import PrepError
 from tests.helpers import runs
-from tests.helpers.processes import finish, start_processes
 from tests.helpers.slow_cases import slow_except
 from trainer.data.order import RowOrder, eval_batches
 from trainer.data.packing import PackedDataset
@@ -418,16 +416,6 @@ def test_error_of_a_read_stops_the_reads_ahead():
     with pytest.raises(ValueError, match="a is damaged"):
         load_both(reader)
     assert reader.was_stopped
-
-
-# test_bytes_once shows it with `load_params`, and the tests above show the exchange on each mesh.
-@pytest.mark.slow
-def test_two_processes_read_each_element_once_together():
-    outputs = finish(start_processes(count=2, devices=4, module="tests.helpers.loading_process"))
-    assert [code for code, _, _ in outputs] == [0, 0], [stderr[-2000:] for *_, stderr in outputs]
-    reports = [json.loads(stdout.splitlines()[-1]) for _, stdout, _ in outputs]
-    assert sum(report["read"] for report in reports) == reports[0]["elements"]
-    assert min(report["read"] for report in reports) > 0.4 * reports[0]["elements"]
 
 
 # Tests of batches on devices: each device holds its shard of the same batch on any mesh.

@@ -15,7 +15,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from prepcli.core.errors import USAGE, PrepError
-from prepcli.core.process_group import SingleProcess
 from prepcli.models.registry import family_of
 from tests.helpers.corpus import TEXT, encode, make_config, make_tokenizer
 from tests.helpers.earlier_tokens import chat_config, make_earlier_tokens
@@ -25,8 +24,7 @@ from tests.helpers.tiny_configs import LLAMA, T5
 from trainer.data import shards
 from trainer.data.examples import IdentityChange
 from trainer.data.packing import ConcatenatedDataset
-from trainer.data.store import DamagedStoreError
-from trainer.data.tokenize import open_tokens, tokenize_files, tokenize_in_group, tokenize_share
+from trainer.data.tokenize import tokenize_files, tokenize_in_group
 from trainer.data.tokenize_config import RecordedTokens, TokenizeConfig
 from trainer.distributed import agreement
 from trainer.nn.model_spec import build_model
@@ -503,15 +501,6 @@ def test_host_with_changed_data_refuses_a_resumed_run(tmp_path: Path, earlier_ho
     assert error.hint.startswith("use the files with which the run began, on all hosts; ")
 
 
-def test_open_tokens_checks_sizes(config: TokenizeConfig):
-    run_group(1, lambda process: tokenize(process, config))
-    identity = open_identity(config)
-    path = config.cache / identity / "00000" / "tokens.bin"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DamagedStoreError, match=r"tokens\.bin has"):
-        open_tokens(config, identity, note=print)
-
-
 @pytest.fixture
 def hosts_by_thread(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     """Return hosts by thread. All other threads are on one host."""
@@ -577,33 +566,3 @@ def test_host_without_the_files_makes_no_share(
 
     results = run_group(2, tokenize_on_host)
     assert results[0] == results[1]
-
-
-@pytest.mark.usefixtures("_small_shards")
-def test_hosts_make_damaged_tokens_again(
-    config: TokenizeConfig, tmp_path: Path, hosts_by_thread: dict[int, str]
-):
-    config = write_files(config, tmp_path / "data")
-
-    def tokenize_on_host(process: ThreadGroup) -> list[int]:
-        hosts_by_thread[threading.get_ident()] = f"host {process.index}"
-        return tokenize(process, config)[0]
-
-    before = run_group(2, tokenize_on_host)
-    path = config.cache / open_identity(config) / "00000" / "tokens.bin"
-    path.write_bytes(bytes(len(path.read_bytes())))
-    assert run_group(2, tokenize_on_host) == before
-
-
-@pytest.mark.usefixtures("_small_shards")
-def test_one_process_continues_the_shards_of_others(config: TokenizeConfig, tmp_path: Path):
-    config = write_files(config, tmp_path / "data")
-    tokenize_share(config, 0, 2, progress=lambda *counts: None, note=lambda text: None)
-    notes: list[str] = []
-    tokens = tokenize_in_group(
-        config, SingleProcess(), progress=lambda *counts: None, note=notes.append
-    )
-    assert notes[0].startswith("continuing after ")
-    alone = replace(config, cache=tmp_path / "alone")
-    expected = tokenize_files(alone, progress=lambda *counts: None, note=lambda text: None)
-    assert tokens.ids[:].tolist() == expected.ids[:].tolist()

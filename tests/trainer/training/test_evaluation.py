@@ -17,8 +17,7 @@ import pytest
 from jax import Array
 
 from prepcli.core.errors import PrepError
-from prepcli.models.layer_config import DropoutConfig
-from prepcli.models.param_tree import Tree, flatten_tree
+from prepcli.models.param_tree import Tree
 from tests.helpers import runs
 from tests.helpers.optimizers import compile_step
 from tests.helpers.slow_cases import slow_except
@@ -27,7 +26,6 @@ from trainer.data.packing import Dataset
 from trainer.distributed.sharding import ShardingContext, zigzag_order
 from trainer.nn import transformer
 from trainer.nn.lm_head import LMHead, LossSums, LossTerms, loss_sums
-from trainer.nn.model_spec import AttentionOptions
 from trainer.training import feed
 from trainer.training.eval_metrics import TokenFunctions, function_name
 from trainer.training.evaluation import (
@@ -40,7 +38,7 @@ from trainer.training.evaluation import (
 from trainer.training.feed import place_batch
 from trainer.training.loop import Loop
 from trainer.training.metrics import METRICS_FILE, EvaluationResult, MetricsFileLog
-from trainer.training.step import StepSetup, TrainState, leaf_name
+from trainer.training.step import StepSetup, TrainState
 
 # Evaluation without a loop: against the sums of each row, for any batch size, limit and mesh.
 
@@ -97,32 +95,6 @@ def test_evaluate_returns_mean_over_all_tokens(mesh: str, batch_size: int):
 
 def test_evaluate_takes_the_first_rows():
     assert_is_mean_of_rows(run_evaluate(runs.make_setup(), limit=2), num_rows=2)
-
-
-@pytest.mark.slow
-def test_loss_terms_and_dropout_do_not_change_evaluation(tmp_path: Path):
-    def first_line_and_evaluation(name: str, **changes: Any) -> tuple[Mapping[str, Any], float]:
-        setup = replace(runs.make_setup(), **changes)
-        recording = runs.RecordingLog()
-        Loop(
-            runs.make_job(setup, batch_size=4, steps=1, eval_every=1, stop_after=1),
-            runs.make_state(setup),
-            checkpoints=runs.MemoryCheckpoints(),
-            logs=[MetricsFileLog(tmp_path / name, 0), recording],
-        ).run()
-        return recording.lines[0], recording.evaluations[0]["eval_loss"]
-
-    plain, evaluation = first_line_and_evaluation("plain")
-    changes = {
-        "loss_terms": LossTerms(0.5, 0.9),
-        "dropout": DropoutConfig(0.1, 0.1, 0.1, (0.1, 0.2)),
-    }
-    penalized, penalized_evaluation = first_line_and_evaluation("penalized", **changes)
-    assert "z_loss" not in plain
-    assert list(penalized)[:3] == ["step", "loss", "z_loss"]
-    assert penalized["z_loss"] > 0.1
-    assert penalized["loss"] != plain["loss"]
-    assert penalized_evaluation == evaluation
 
 
 def test_evaluate_without_tokens_is_nan():
@@ -311,15 +283,6 @@ def take_step(setup: StepSetup, weights: np.ndarray | None = None) -> tuple[floa
     return float(sums["loss"]) / float(sums["weight"]), state
 
 
-def first_moments(state: TrainState) -> dict[str, Array]:
-    """Return the first moments of a state by parameter."""
-    leaves = {
-        leaf_name(path): leaf
-        for path, leaf in jax.tree_util.tree_flatten_with_path(state["opt_state"])[0]
-    }
-    return {name.partition("mu.")[2]: leaf for name, leaf in leaves.items() if "mu." in name}
-
-
 def focal_setup(**options: Any) -> StepSetup:
     """Return a setup with the focal loss and without warm-up."""
     optimizer = replace(runs.ADAMW, lr_schedule=replace(runs.ADAMW.lr_schedule, warmup=0))
@@ -369,33 +332,6 @@ def test_loss_of_a_step_equals_a_direct_computation():
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     after = compute_loss(state["params"], batch)
     assert after < expected
-
-
-# By default test_step compares losses of a mesh and micro-batches, and the test above this loss.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "accumulate", "options"),
-    [
-        ("2,2,2", 2, {}),
-        ("1,8,1", 1, {}),
-        ("1,2,4", 4, {}),
-        ("fsdp:2,mp:2,sp:2", 2, {"attention_options": AttentionOptions("blockwise", 2, 3)}),
-    ],
-)
-def test_token_loss_does_not_depend_on_mesh_or_micro_batches(
-    mesh: str, accumulate: int, options: dict[str, Any]
-):
-    weights = np.random.default_rng(0).integers(0, 3, (8, runs.LENGTH)).astype(np.float32)
-    loss, state = take_step(focal_setup(mesh=mesh, accumulate=accumulate, **options), weights)
-    expected_loss, expected = take_step(focal_setup(), weights)
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    moments, expected_moments = (first_moments(tree) for tree in (state, expected))
-    assert moments.keys() == {*flatten_tree(expected["params"])}
-    # The first moment is a tenth of the gradient.
-    for path, moment in moments.items():
-        np.testing.assert_allclose(
-            moment, expected_moments[path], rtol=2e-4, atol=2e-7, err_msg=path
-        )
 
 
 @pytest.mark.parametrize("mesh", slow_except(["", "2,2,2"], ["2,2,2"]))

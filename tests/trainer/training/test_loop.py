@@ -16,7 +16,6 @@ from prepcli.engine.blobs import HostLeaf
 from prepcli.planning.manifest_fields import Manifest
 from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
-from trainer.nn.model_spec import AttentionOptions
 from trainer.training import loop
 from trainer.training.checkpoint import PendingSave, restore_state
 from trainer.training.events import LoopConfig
@@ -131,22 +130,6 @@ def test_loop_resumes_on_another_mesh_with_same_batches(
     np.testing.assert_allclose(second.losses(), uninterrupted.losses(), rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_loop_resumes_bit_exactly_where_sp_splits_tokens(
-    uninterrupted: FinishedRun, tmp_path: Path
-):
-    """The batches are those of other meshes, and so are the losses of training and evaluation within rounding."""
-    options = {"attention_options": AttentionOptions("blockwise", 4, 8), "ffn_chunk_size": 4}
-    setup = runs.make_setup(runs.LLAMA, mesh="fsdp:2,mp:2,sp:2", dropout=runs.DROPOUT, **options)
-    whole = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS))
-    np.testing.assert_allclose(whole.losses(), uninterrupted.losses(), rtol=1e-5)
-    (evaluation,), (expected,) = whole.recording.evaluations, uninterrupted.recording.evaluations
-    assert evaluation["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
-    first = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS, stop_after=7))
-    second = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS), first.checkpoints)
-    assert runs.state_bytes(second.loop.state) == runs.state_bytes(whole.loop.state)
-
-
 def test_loop_logs_steps_after_last_checkpoint_again(
     setup: runs.StepSetup, uninterrupted: FinishedRun, tmp_path: Path
 ):
@@ -177,18 +160,6 @@ def test_loop_of_finished_run_does_nothing(
     assert not repeated.recording.lines
     assert not repeated.recording.evaluations
     assert not repeated.recording.steps
-
-
-def test_loop_stopped_before_first_step_saves_nothing(setup: runs.StepSetup, tmp_path: Path):
-    checkpoints = runs.MemoryCheckpoints()
-    stopped = Loop(
-        runs.make_job(setup),
-        runs.make_state(setup),
-        checkpoints=checkpoints,
-        logs=[MetricsFileLog(tmp_path / METRICS_FILE, 0)],
-    )
-    stopped.run(lambda: "SIGTERM")
-    assert (stopped.step, stopped.stop_reason, checkpoints.steps()) == (0, "SIGTERM", [])
 
 
 def test_eval_limit_takes_the_first_sequences(setup: runs.StepSetup, tmp_path: Path):
@@ -231,12 +202,6 @@ def test_loop_saves_only_parameters_without_optimizer_state(setup: runs.StepSetu
     names: Any = run.checkpoints.open(2).leaves
     assert "params.embed.tokens" in names
     assert not [name for name in names if name.startswith("opt_state")]
-
-
-def test_equal_jobs_end_in_equal_states(uninterrupted: FinishedRun, tmp_path: Path):
-    equal_setup = runs.make_setup(runs.LLAMA, mesh="1,2,4", accumulate=2, dropout=runs.DROPOUT)
-    repeated = FinishedRun(tmp_path, runs.make_job(equal_setup, steps=STEPS))
-    assert runs.state_bytes(repeated.loop.state) == runs.state_bytes(uninterrupted.loop.state)
 
 
 class Device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -18,15 +17,13 @@ from prepcli.models.lora_config import LoraConfig
 from prepcli.models.param_tree import flatten_tree, unflatten_tree
 from prepcli.models.registry import FAMILIES
 from tests.helpers import runs
-from tests.helpers.optimizers import compile_step, make_optimizer
+from tests.helpers.optimizers import compile_step
 from tests.helpers.slow_cases import slow_except
 from trainer.nn import transformer
 from trainer.nn.initialization import init_adapters, init_params
 from trainer.nn.model_spec import build_model
 from trainer.training import feed
-from trainer.training.checkpoint import digest_base_params, host_leaves, init_state, random_state
-from trainer.training.compiled_plan import compile_plan
-from trainer.training.feed import batch_shapes
+from trainer.training.checkpoint import digest_base_params, host_leaves, init_state
 from trainer.training.step import StepSetup, TrainState, init_train_state, state_shapes
 
 # Training steps of a model with adapters: only the adapters change, and frozen parameters keep their dtype.
@@ -117,13 +114,6 @@ OPTIONS = [
 def test_lora_losses_do_not_depend_on_the_mesh(options: dict[str, Any]):
     mesh = options.pop("mesh", "")
     losses = run_steps(make_setup(mesh, **options), 3)[2]
-    assert np.allclose(losses, one_device_losses(), rtol=1e-5)
-
-
-# By default test_exact_reduction sums gradients of parameters in the same step.
-@pytest.mark.slow
-def test_exact_reduction_sums_gradients_of_adapters():
-    losses = run_steps(replace(make_setup("8,1,1"), reduction_shards=8), 3)[2]
     assert np.allclose(losses, one_device_losses(), rtol=1e-5)
 
 
@@ -237,20 +227,6 @@ def test_value_that_overflows_is_an_error():
     assert caught.value.why == "params.embed.tokens has values that are too large for it"
 
 
-@pytest.mark.slow
-def test_random_parameters_are_rounded_on_any_mesh():
-    wide = random_state(runs.make_setup(), 5)["params"]
-    states = [
-        random_state(runs.make_setup(mesh=mesh, param_dtype="bfloat16"), 5)
-        for mesh in ("", "1,2,4")
-    ]
-    assert runs.state_bytes(states[0]) == runs.state_bytes(states[1])
-    for path, leaf in flatten_tree(states[0]["params"]).items():
-        assert np.array_equal(
-            np.asarray(leaf), np.asarray(flatten_tree(wide)[path]).astype(ml_dtypes.bfloat16)
-        )
-
-
 def test_adapters_have_the_dtype_and_the_base_keeps_its_own():
     setup = replace(make_setup(), param_dtype="bfloat16")
     base = {
@@ -263,19 +239,3 @@ def test_adapters_have_the_dtype_and_the_base_keeps_its_own():
     assert {dtypes[path] for path in setup.model.base_paths} == {jnp.dtype("float32")}
     assert {dtypes[path] for path in setup.model.saved_leaves} == {jnp.dtype("bfloat16")}
     assert counts == []
-
-
-# By default test_memory_estimate compares the estimate with recorded plans of XLA.
-@pytest.mark.slow
-def test_compiled_step_takes_2_bytes_less_per_parameter():
-    sizes = []
-    for dtype in ("float32", "bfloat16"):
-        # SGD compiles fast.
-        sgd = make_optimizer("sgd")
-        setup = runs.make_setup(runs.LLAMA, "8,1,1", param_dtype=dtype, optimizer=sgd)
-        batch = batch_shapes(runs.make_job(setup).train, 8, setup.sharding)
-        sizes.append(compile_plan(setup, batch, "8 CPU devices").argument_nbytes)
-    num_parameters = sum(
-        math.prod(leaf.shape) for leaf in runs.make_setup(runs.LLAMA).model.leaves.values()
-    )
-    assert sizes[0] - sizes[1] == 2 * num_parameters

@@ -12,7 +12,6 @@ from prepcli.commands.testing.tiny_model import model_logits
 from prepcli.core.errors import PrepError, UsageError
 from tests.helpers import runs
 from tests.helpers.training_folder import write_tokenizer
-from tests.trainer.training import test_lora_step
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import AttentionOptions
@@ -133,18 +132,6 @@ def test_samples_on_a_mesh_that_splits_tokens_are_refused(tokenizer: TextTokeniz
     setup = runs.make_setup(mesh="fsdp:4,sp:2", attention_options=AttentionOptions("blockwise"))
     with pytest.raises(UsageError, match=r"`log\.samples` is not supported with sp in `mesh`"):
         make_sampler(tokenizer, setup)
-
-
-@pytest.mark.slow
-def test_samples_come_from_the_adapted_model(tokenizer: TextTokenizer):
-    setup = test_lora_step.make_setup()
-    base, trained, _ = test_lora_step.run_steps(setup)
-    sampler = make_sampler(tokenizer, setup)
-    for params in (base["params"], trained["params"]):
-        for sample in sampler.generate(params):
-            prompt = tokenizer.encode_prompt(sample.prompt)
-            assert_tokens_are_most_likely(setup, params, prompt, sample.text)
-    assert sampler.generate(base["params"]) != sampler.generate(trained["params"])
 
 
 def run_loop(setup: StepSetup, log: Path, **changes: Any) -> Loop:

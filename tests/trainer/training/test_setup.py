@@ -213,22 +213,7 @@ def test_reference_kernel_is_not_checked(monkeypatch: pytest.MonkeyPatch):
 MESH = "1,2,4"
 
 
-T5 = {
-    "model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
-    "vocab_size": 136, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 32,
-    "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0, "pad_token_id": 0,
-}  # fmt: skip
-
-
 TEXTS = {"type": "text", "path": ("nowhere.txt",)}
-
-
-PAIRS = {
-    "type": "json",
-    "path": ("nowhere.jsonl",),
-    "fields": "[source], target",
-    "source_length": 24,
-}
 
 
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="needs the extra `tpu`")
@@ -290,16 +275,6 @@ def test_plan_of_epochs_needs_no_number_of_steps(schedule: dict[str, Any]):
     )
     plan = compiled_plan(recipe, make_manifest(runs.LLAMA), parse_mesh("1,1,1"))
     assert plan.alias_nbytes >= 0.9 * plan.output_nbytes > 0
-
-
-# By default test_plan_matches_the_training_step shows a donated state.
-@pytest.mark.slow
-def test_state_is_donated():
-    """The batch of a model with an encoder has a source as well."""
-    plan = compiled_plan(make_recipe(PAIRS), make_manifest(T5), parse_mesh("1,1,2"))
-    assert plan.alias_nbytes >= 0.9 * plan.output_nbytes > 0
-    assert plan.argument_nbytes - plan.alias_nbytes >= 8 * (24 * 5 + runs.LENGTH * 12)
-    assert plan.peak_nbytes < plan.temp_nbytes + 1.1 * plan.argument_nbytes
 
 
 def test_errors_of_the_process_are_raised():

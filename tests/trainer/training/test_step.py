@@ -18,7 +18,6 @@ from prepcli.models.mesh import parse_mesh
 from tests.helpers import runs
 from tests.helpers.optimizers import compile_step, take_steps
 from tests.helpers.slow_cases import slow_except
-from trainer.data.order import RowOrder
 from trainer.data.packing import DocumentDataset, document_dataset
 from trainer.distributed.sharding import make_sharding_context
 from trainer.nn.lm_head import LossTerms
@@ -33,8 +32,6 @@ from trainer.training.step import (
     ScaleState,
     StepSetup,
     TrainState,
-    find_param_path,
-    jit_train_step,
     state_shapes,
     train_step,
 )
@@ -63,10 +60,6 @@ def train_losses(setup: StepSetup, steps: int = STEPS) -> tuple[np.ndarray, Trai
 def one_device_losses() -> np.ndarray:
     """Losses of steps on one device without micro-batches."""
     return train_losses(runs.make_setup())[0]
-
-
-def test_train_step_decreases_loss(one_device_losses: np.ndarray):
-    assert one_device_losses[-1] < one_device_losses[0] - 1
 
 
 @pytest.mark.parametrize(
@@ -230,61 +223,7 @@ def test_moments_are_sharded_like_params(rules: tuple[str, ...], spec: Partition
     assert moments.count.sharding.is_fully_replicated
 
 
-def test_find_param_path_returns_longest_suffix():
-    paths = {"weight": 0, "head.weight": 0}
-    assert find_param_path("opt_state.adam.mu.head.weight", paths) == "head.weight"
-    assert find_param_path("opt_state.adam.mu.tail.weight", paths) == "weight"
-    assert find_param_path("opt_state.adam.count", paths) is None
-
-
 # Tests of dropout in training steps: masks do not depend on the mesh or on micro-batches, and differ between steps.
-
-BLOCKWISE = {"attention_options": AttentionOptions("blockwise", 5, 3), "ffn_chunk_size": 7}
-
-
-DROPOUT_STEPS = 3
-
-
-def dropout_train_losses(setup: StepSetup) -> np.ndarray:
-    """Return the loss and the gradient norm of the first steps."""
-    state, job, losses = runs.make_state(setup), runs.make_job(setup), []
-    step = compile_step(setup)
-    for number in range(DROPOUT_STEPS):
-        state, metrics = step(
-            state, feed.load_batch(job.train, job.order.rows(number), setup.sharding)
-        )
-        losses += [float(metrics["loss"]), float(metrics["grad_norm"])]
-    return np.array(losses)
-
-
-@pytest.fixture(scope="module")
-def dropout_one_device_losses() -> np.ndarray:
-    return dropout_train_losses(runs.make_setup(runs.LLAMA, dropout=runs.DROPOUT))
-
-
-# By default test_loop resumes runs with dropout on other meshes, with and without micro-batches.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "accumulate", "forward_options"),
-    [
-        ("1,2,4", 2, {**BLOCKWISE, "remat_policy": "nothing_saveable", "scan_layers": False}),
-        ("", 4, {}),
-        ("8,1,1", 1, {}),
-        ("1,2,4", 4, {}),
-        ("2,2,2", 1, BLOCKWISE),
-        ("2,2,2", 2, {"scan_layers": False}),
-        ("1,1,8", 1, {}),
-        ("fsdp:2,mp:2,sp:2", 4, BLOCKWISE),
-    ],
-)
-def test_masks_do_not_depend_on_mesh_or_micro_batches(
-    dropout_one_device_losses: np.ndarray,
-    mesh: str,
-    accumulate: int,
-    forward_options: dict[str, Any],
-):
-    setup = runs.make_setup(runs.LLAMA, mesh, accumulate, dropout=runs.DROPOUT, **forward_options)
-    np.testing.assert_allclose(dropout_train_losses(setup), dropout_one_device_losses, rtol=2e-5)
 
 
 def test_masks_differ_between_steps():
@@ -429,29 +368,6 @@ def make_setup(mesh: str, accumulate: int, num_shards: int) -> StepSetup:
     sharding = make_sharding_context(parsed, devices=jax.devices()[: parsed.n_devices])
     forward_config = replace(setup.forward_config, sharding=sharding)
     return replace(setup, forward_config=forward_config, reduction_shards=num_shards)
-
-
-def packed_train_losses(setup: StepSetup) -> list[float]:
-    """Run steps; return the summed loss of each."""
-    dataset, state = make_dataset(), runs.make_state(setup)
-    order = RowOrder(dataset.n_rows, ROWS, seed=1, shuffle=True)
-    step, losses = jit_train_step(setup), []
-    for number in range(PACKED_STEPS):
-        state, metrics = step(state, feed.load_batch(dataset, order.rows(number), setup.sharding))
-        losses.append(float(metrics["loss"]))
-    return losses
-
-
-# By default test_token_split compares packed documents on a mesh with one device.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "accumulate", "num_shards"),
-    [("1,2,4", 2, REFERENCE), ("2,4,1", 1, EXACT)],
-)
-def test_losses_do_not_depend_on_the_mesh(mesh: str, accumulate: int, num_shards: int):
-    expected = packed_train_losses(make_setup("1,1,1", 1, num_shards))
-    losses = packed_train_losses(make_setup(mesh, accumulate, num_shards))
-    assert losses == (expected if num_shards else pytest.approx(expected, rel=1e-5))
 
 
 def test_evaluation_does_not_depend_on_packing():

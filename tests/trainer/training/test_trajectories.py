@@ -263,30 +263,6 @@ def is_muon(name: str) -> bool:
     return name.startswith("layers.") and decays(name)
 
 
-@pytest.mark.slow
-def test_muon_follows_optax():
-    """The comparison includes the parameters with Adam: embeddings, norms and biases."""
-    optimizer = make_optimizer(
-        "muon", weight_decay=0.0, schedule="cosine", warmup_steps=5, update_rms=0.0
-    )
-
-    def numbers(params: Any) -> Any:
-        return {
-            name: optax.contrib.MuonDimensionNumbers(1, 0) if is_muon(name) else None
-            for name in params
-        }
-
-    rate: Any = optimizer.lr_schedule.learning_rate
-    reference = optax.contrib.muon(
-        rate, muon_weight_dimension_numbers=numbers, nesterov=True, adam_b2=0.95
-    )
-    expected, actual = train_optax(optimizer, reference), run_trajectory(optimizer, STEPS)[-1]
-    names = [name for name in actual if is_muon(name)]
-    assert_close(
-        {name: actual[name] for name in names}, {name: expected[name] for name in names}, rtol=1e-4
-    )
-
-
 # Every optimizer: its state is restored exactly, on any mesh, and a resumed run equals the uninterrupted one.
 
 RESUMED_STEPS = 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -519,17 +519,6 @@ def test_kernels_match_exact_dropout(name: str, options: AttentionOptions):
     assert "bias" not in name or np.abs(expected_gradients["table"]).max() > 0.1
 
 
-@pytest.mark.parametrize("sizes", slow_except([(sizes,) for sizes in TILES], [((8, 64),)]))
-def test_mask_of_a_tile_is_part_of_the_whole_mask(sizes: tuple[int, int]):
-    positions, kept_at = np.arange(LENGTH), jax.jit(partial(kept, make_dropout()))
-    whole = np.asarray(kept_at(positions, positions))
-    q_size, kv_size = (size if size > 0 else LENGTH for size in sizes)
-    for start in range(0, LENGTH, q_size):
-        for first in range(0, LENGTH, kv_size):
-            queries, keys = positions[start : start + q_size], positions[first : first + kv_size]
-            np.testing.assert_array_equal(kept_at(queries, keys), whole[:, :, queries][..., keys])
-
-
 def test_mask_follows_positions_rows_and_heads_in_any_order():
     dropout, positions = make_dropout(), np.arange(LENGTH)
     whole = np.asarray(kept(dropout, positions, positions))
@@ -541,19 +530,6 @@ def test_mask_follows_positions_rows_and_heads_in_any_order():
     row_keys = RandomKey(*(words[rows] for words in dropout.row_keys))
     moved = AttentionDropout(row_keys, dropout.head_ids[heads], RATE)
     np.testing.assert_array_equal(kept(moved, positions, positions), whole[rows][:, heads])
-
-
-def test_query_without_visible_keys_gets_zeros():
-    """The window of a query has two keys, and both are hidden, as forgetful causal masking may do."""
-    valid = make_mask("window and hidden keys", None, None).kv_valid
-    assert valid is not None
-    is_empty = ~np.asarray(valid)
-    is_empty[:, 1:] &= is_empty[:, :-1]
-    assert is_empty.any()
-    for options in (REFERENCE, AttentionOptions("blockwise", 5, 3)):
-        output, gradients = run_kernel("window and hidden keys", options)
-        assert not np.asarray(output)[is_empty].any()
-        assert not np.asarray(gradients["q"])[is_empty].any()
 
 
 # Tests of attention with sinks, and with values of another width than keys, against dense attention in float64.
