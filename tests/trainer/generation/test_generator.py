@@ -153,28 +153,6 @@ def test_decode_step_applies_layer_score_scale():
     np.testing.assert_allclose(np.moveaxis(np.asarray(logits), 0, 1), expected, atol=2e-5)
 
 
-# A longrope model recomputes its cache, and is left out.
-WITHOUT_RECOMPUTATION = [name for name in GOLDEN if name != "phi3-longrope"]
-
-
-@pytest.mark.parametrize(
-    "name", slow_except(WITHOUT_RECOMPUTATION, lambda name: name in FAST_STEPS)
-)
-def test_greedy_tokens_maximize_decode_step_logits(name: str):
-    """Each token of transformers is the most likely one after its prompt and the earlier tokens."""
-    config, tensors = make_greedy.greedy_model(name)
-    tiny, golden = tiny_transformer(config), golden_greedy()[name]
-    has_encoder = tiny.model.arch_config.encoder is not None
-    prompts = [[0]] * len(golden["prompts"]) if has_encoder else golden["prompts"]
-    tokens, start_slots = left_pad(
-        [[*prompt, *new[:-1]] for prompt, new in zip(prompts, golden["tokens"])]
-    )
-    batch = {"tokens": tokens} | (right_pad_sources(golden["prompts"]) if has_encoder else {})
-    logits = compiled_stepwise_logits(name)(tiny.params_from_tensors(tensors), batch, start_slots)
-    most_likely = np.asarray(logits).argmax(-1)
-    assert most_likely[-MAX_NEW_TOKENS:].T.tolist() == golden["tokens"]
-
-
 def make_generator(
     tiny: TinyTransformer,
     params: Tree,
@@ -345,16 +323,6 @@ def test_cast_for_inference_keeps_lm_head_bias_in_float32():
         decode.cast_for_inference(params, tiny.model, forward_config=ForwardConfig("bfloat16"))
     )
     assert {path for path, leaf in cast.items() if leaf.dtype != jnp.bfloat16} == {"head.bias"}
-
-
-def test_decode_stops_at_checks_and_recompute_slots():
-    steps, fixed = generator.STEPS_PER_CHECK, generator._steps_between_checks
-    assert [*generator._decode_stops(64, 64, (), fixed)] == []
-    assert [*generator._decode_stops(64, 66, (), fixed)] == [(66, False)]
-    stops = [(64 + steps, False), (64 + 2 * steps, False), (64 + 2 * steps + 1, False)]
-    assert [*generator._decode_stops(64, 64 + 2 * steps + 1, (), fixed)] == stops
-    stops = [(65, True), (67, False), (68, True), (70, False)]
-    assert [*generator._decode_stops(64, 70, (68, 65, 64, 71, 30), fixed)] == stops
 
 
 MAX_POSITIONS = UNPADDED_CONFIGS["gpt_neo"]["max_position_embeddings"]

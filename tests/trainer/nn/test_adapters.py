@@ -120,8 +120,9 @@ def test_adapter_dropout_keeps_the_mean_of_its_input():
 
 
 def test_modules_have_masks_of_their_own():
-    adapters = make_model(LLAMA, LoraConfig(2, 4.0, ("all-linear",)))[0].adapters
-    fused = make_model(GPT2, LoraConfig(2, 4.0, ("all-linear",)))[0].adapters
+    lora = LoraConfig(2, 4.0, ("all-linear",))
+    adapters = build_model(FAMILIES["llama"], LLAMA, is_tied=False, lora=lora).adapters
+    fused = build_model(FAMILIES["gpt2"], GPT2, is_tied=True, lora=lora).adapters
     assert adapters is not None
     assert fused is not None
     assert len({*adapters.dropout_sites.values()}) == len(adapters.dropout_sites) == 7

@@ -28,12 +28,10 @@ from trainer.planning.step_flops import StepFlops, count_step_flops
 from trainer.planning.step_time import (
     ACCELERATORS,
     COMPUTE_EFFICIENCY,
-    Accelerator,
     AxisTraffic,
     StepTime,
     axis_strides,
     axis_traffic,
-    compute_shards,
     parse_devices,
 )
 from trainer.planning.training_plan import TrainingPlan, plan_training
@@ -162,28 +160,6 @@ def test_recomputed_follows_policy_and_chunks(
     )
     assert flops.recomputed == layers * forward_layers + int(attention * forward_attention)
     assert flops.executed == flops.model_flops_of_visible_pairs + flops.masked + flops.recomputed
-
-
-@pytest.mark.parametrize(
-    ("tile", "window", "num_tiles"),
-    [
-        # Of 4 x 4 tiles, the ones on and below the diagonal have visible pairs.
-        ((512, 512), None, 10),
-        # Each row of tiles has the tile on the diagonal and one to the left of it.
-        ((512, 512), 256, 7),
-        ((512, -1), None, 4),
-        ((-1, -1), None, 1),
-        # The last tile of each side is padded.
-        ((600, 1000), None, 1 + 2 + 2 + 3),
-    ],
-)
-def test_masked_counts_the_tiles_with_visible_pairs(
-    tile: tuple[int, int], window: int | None, num_tiles: int
-):
-    flops = count("mistral", LLAMA_7B | {"sliding_window": window}, attention_tile=tile)
-    q_size, kv_size = (LENGTH if size == -1 else size for size in tile)
-    pairs = num_tiles * q_size * kv_size
-    assert flops.attention_causal + flops.masked == 12 * 32 * 4096 * pairs * ROWS
 
 
 @given(st.integers(2, 60), st.integers(1, 70), st.integers(1, 70), st.none() | st.integers(1, 70))
@@ -488,11 +464,6 @@ def test_bytes_between_slices_use_the_network(tmp_path: Path):
     assert expected_s > one.estimate_on(V5P).time.overlapped_s
 
 
-def test_sp_divides_computation_only_if_it_splits_queries(tmp_path: Path):
-    plan = plan_7b(tmp_path, "mesh=dp:2,fsdp:2,mp:2,sp:2")
-    assert compute_shards(plan.inputs) == 8 * plan.inputs.num_sequence_shards
-
-
 def test_estimate_is_a_bound_of_a_published_rate(tmp_path: Path):
     """Llama 3.1 8B on 8 H100, 8,192 tokens, 2 sequences per GPU, fsdp and torch.compile.
 
@@ -547,8 +518,3 @@ def test_axis_bandwidth_depends_on_the_domain():
     assert ACCELERATORS["v5p"].axis_bandwidth(64, 4) == ACCELERATORS["v5p"].link_bandwidth, (
         "within a pod"
     )
-
-
-@pytest.mark.parametrize("kind", ACCELERATORS.values(), ids=lambda kind: kind.name)
-def test_links_are_faster_than_the_network(kind: Accelerator):
-    assert kind.memory_bandwidth > kind.link_bandwidth > kind.network_bandwidth

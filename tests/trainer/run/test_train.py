@@ -25,7 +25,7 @@ from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.killing import read_files
 from tests.helpers.run_cli import run_code, run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
-from tests.helpers.token_stores import NAME, fill, write_shards, write_store
+from tests.helpers.token_stores import NAME, fill, write_shards
 from tests.helpers.train_runs import (
     read_losses,
     read_step_files,
@@ -192,17 +192,6 @@ def test_dry_run_without_the_devices_points_to_plan(
 ):
     *_, hint = train_error(capsys, "--set", "mesh=1,64,4", "--dry-run")
     assert hint == "`--set mesh=1,8,1`, or without devices: `prep plan recipe.toml`"
-
-
-def test_tokenizer_larger_than_vocabulary_is_an_error(
-    work_dir: Path, capsys: pytest.CaptureFixture[str]
-):
-    """The tokenizer has more words than the model's true vocabulary. Padded rows must not be used for them."""
-    (work_dir / "other").mkdir()
-    write_tokenizer(work_dir / "other", [f"x{number}" for number in range(5)] + WORDS)
-    code, what, why, _ = train_error(capsys, "--set", "data.tokenizer=other")
-    assert code == FAILED
-    assert "131" in what + why
 
 
 def test_missing_tokenizer_is_an_error(work_dir: Path, capsys: pytest.CaptureFixture[str]):
@@ -472,13 +461,6 @@ def test_tokenize_progress_shows_bytes_and_tokens(monkeypatch: pytest.MonkeyPatc
         ("end",),
     ]
     assert calls == [*first, ("tokenize", 5, 3), ("90 M tokens",), (0,)]
-
-
-def test_saved_progress_mentions_complete_tokens(tmp_path: Path):
-    assert describe_saved_progress(FolderStorage(tmp_path)) == ""
-    write_store(tmp_path / "data" / NAME)
-    expected = f"kept in {tmp_path}: the tokens"
-    assert describe_saved_progress(FolderStorage(tmp_path)) == expected
 
 
 def test_saved_progress_mentions_incomplete_token_store(tmp_path: Path):

@@ -87,6 +87,7 @@ def log_lines(run: str) -> list[dict[str, Any]]:
     return [{key: line[key] for key in line if key not in MEASURED} for line in lines]
 
 
+@pytest.mark.slow
 def test_stop_in_the_evaluation_of_the_best_step_keeps_it(work_dir: Path):
     """The step is saved without its loss, and later ones are worse."""
     keys = ("checkpoint.best=eval_loss", "checkpoint.keep=1", "checkpoint.every=3")
@@ -109,6 +110,7 @@ def test_stop_in_the_evaluation_of_the_best_step_keeps_it(work_dir: Path):
     assert best_step(Path("run")) == best
 
 
+@pytest.mark.slow
 def test_repeated_evaluation_that_ends_a_run_is_followed_by_its_samples(work_dir: Path):
     keys = ("train.eval_every=2", "optimizer.lr=0.3", "optimizer.clip_norm=0", "eval.patience=2")
     keys = (*keys, 'log.samples="w1 w2"', "log.sample_tokens=2")
@@ -372,6 +374,7 @@ def test_signal_during_the_push_is_reported(work_dir: Path, number: signal.Signa
         assert hub.repos["o/m"].branches["main"]
 
 
+@pytest.mark.slow
 def test_restart_during_the_push_is_refused(work_dir: Path):
     """The run is locked until its last step, which a restart would delete, is uploaded."""
     with serve_push_hub() as hub:
@@ -457,9 +460,3 @@ def test_second_start_of_a_run_is_refused_until_the_first_ends(work_dir: Path, s
         continue_start(first)
     assert saved_steps(RUN)[-1] == 6
     assert logged_steps() == [1, 2, 3, 4, 5, 6]
-
-
-def test_failed_start_removes_its_lock(work_dir: Path):
-    failed = run_prep(*SIX_STEPS, "--set", "data.path=nothing.txt", cwd=work_dir, has_jax=True)
-    assert failed.returncode == FAILED
-    assert not Path("runs").exists()
