@@ -27,7 +27,6 @@ from trainer.data.tokenizer import load_tokenizer
 
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA}
 
-
 SPECIAL = (
     *(
         "<s>",
@@ -39,7 +38,6 @@ SPECIAL = (
     ),
     *("<start_of_turn>", "<end_of_turn>"),
 )
-
 
 CONVERSATIONS = [
     [("user", "Hello there"), ("assistant", "  Hi! It is 日本 time.\n")],
@@ -303,7 +301,6 @@ TOOL_TEMPLATE = (
     "<no_think>{% endif %}{% endif %}{{ bos_token }}"
 )
 
-
 TOOLS: Any = [
     {"type": "function", "function": {"name": "add", "parameters": {"é": ["<", None, 1.5]}}}
 ]
@@ -406,7 +403,6 @@ def test_conversations_with_tools_use_their_template(tmp_path: Path, is_file: bo
 # Prompts of generation have the ids of transformers.
 
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-
 
 WITH_TOOLS = (
     "{{ bos_token }}{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}{{ strftime_now('%Y') }}"

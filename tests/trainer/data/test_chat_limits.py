@@ -46,12 +46,10 @@ def render(template: str, messages: list[dict[str, Any]] | None = None) -> str:
 
 LOOP_10 = "{% for a in range(10) %}"
 
-
 DOUBLED_LISTS = (
     "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(60) %}"
     "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
 )
-
 
 DOUBLED_NAMESPACES = "{% set n0 = namespace(v=1) %}" + "".join(
     f"{{% set n{number} = namespace(v=[n{number - 1}, n{number - 1}]) %}}"
@@ -123,7 +121,6 @@ HOSTILE = {
     "deep JSON": repeat("[]", "[ns.x]", 50_000) + "{{ ns.x|tojson }}",
     "long error": "{{ raise_exception('x' * 999999) }}",
 }  # fmt: skip
-
 
 # One template for each limit: time, memory, depth, size of the text and of the error, and what templates may name.
 FAST_HOSTILE = (
@@ -233,7 +230,6 @@ def test_deep_or_large_settings_of_a_template_are_errors(tmp_path: Path):
 
 TEMPLATES = [text for name, text in vars(chat_templates).items() if name.isupper()]
 
-
 PIECES = (
     *(
         "{% for m in messages %}",
@@ -269,7 +265,6 @@ PIECES = (
     ),
 )
 
-
 VALUES = (
     *(
         None,
@@ -292,7 +287,6 @@ VALUES = (
     *([{"type": "text", "text": "c"}], [{"type": "image"}], ["d"], "x" * 10_000),
 )
 
-
 KEYS = (
     *(
         "role",
@@ -307,12 +301,9 @@ KEYS = (
     *("loss", "function", "arguments", "name", "id", "type", "text"),
 )
 
-
 ROLES = ("user", "assistant", "system", "tool", "", "x")
 
-
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"city": "Ulm"}}}
-
 
 FUZZED_MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Be kind"},
@@ -321,7 +312,6 @@ FUZZED_MESSAGES: list[dict[str, Any]] = [
     {"role": "tool", "content": "sun"},
     {"role": "assistant", "content": "<think>b</think>c", "weight": 0.5},
 ]
-
 
 # A hang would take for ever. The bound leaves room for a busy machine.
 MAX_SECONDS = 60

@@ -11,13 +11,28 @@ import numpy as np
 import pytest
 
 from prepcli.core.errors import PrepError
+from tests.helpers.chat_masks import (
+    CONVERSATIONS,
+    MARKED_TEXTS,
+    TokenizerOfBytes,
+    compare,
+    read_marked_texts,
+    without_markers,
+)
 from tests.trainer.data.chat_templates import (
+    CHATML,
+    END_OF_TEXT,
+    GEMMA,
     LAST_REASONS,
     LAST_RETURNS,
+    LLAMA3,
     NEXT_ROLE_ENDS,
+    OPEN_THINKING,
+    PYTHON_CALLS,
+    SYSTEM_IN_LAST,
     TEXT_ARGUMENTS,
 )
-from tests.trainer.data.test_chat import encode_chat, make_messages, write_tokenizer
+from tests.trainer.data.test_chat import QWEN, encode_chat, make_messages, write_tokenizer
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.conversations import LossRule
 from trainer.data.encode import span_weights
@@ -28,7 +43,6 @@ from trainer.data.readers.reader import Record
 # Conversations of templates that render a turn in another way when more messages follow: text and loss.
 
 STOPS = ("<|im_end|>", "</s>", "<|user|>", "<|return|>", "<eos>")
-
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 
@@ -254,7 +268,6 @@ TWO_ROLES = (
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
-
 # It shows a message of the system at the start only (gpt-oss).
 FIRST_SYSTEM = (
     "{% for m in messages %}{% if m.role != 'system' or loop.first %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endif %}"
@@ -315,15 +328,11 @@ def test_many_turns_take_linear_time():
 
 TURN = "{% for m in messages %}<{{ m.role }}>CONTENT<|im_end|>{% endfor %}"
 
-
 PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
-
 
 PARTS = "{% for c in m.content %}{% if c.type == 'text' %}{{ c['text'] }}{% else %}<image>{% endif %}{% endfor %}"
 
-
 EITHER = f"{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{PARTS}{{% endif %}}"
-
 
 CONTENTS = {
     "adds": "{{ '' + m.content }}",
@@ -339,9 +348,7 @@ CONTENTS = {
     "parts of users": f"{{% if m.role == 'user' %}}{PARTS}{{% else %}}{{{{ '' + m.content }}}}{{% endif %}}",
 }
 
-
 TEMPLATES = {name: TURN.replace("CONTENT", text) + PROMPT for name, text in CONTENTS.items()}
-
 
 EXPECTED = "<user>Hello there<|im_end|><assistant>⟦the end<|im_end|>⟧"
 
@@ -434,10 +441,8 @@ def test_empty_lists_are_empty_texts():
 
 THOUGHT = [{"type": "thinking", "thinking": "hmm"}, *parts("the end")]
 
-
 # Magistral
 SHOWS_THINKING = TEMPLATES["parts"].replace("<image>", "[THINK]{{ c.thinking }}[/THINK]")
-
 
 SHOWS_KEY = TEMPLATES["adds"].replace(
     "{{ '' +", "{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}{{ '' +"
@@ -481,3 +486,81 @@ def test_second_reasoning_is_an_error():
 def test_blank_answer_is_an_empty_turn(content: Any):
     messages = [user("a"), assistant(content)]
     assert build(TEMPLATES["either"], messages).ignored == (EMPTY_TURN,)
+
+
+# Conversations of twelve families of templates: the ids of transformers, and the masks of texts marked by hand.
+
+MARKED_TEMPLATES = {
+    "chatml": CHATML,
+    "default_system": QWEN,
+    "gemma": GEMMA,
+    "llama3": LLAMA3,
+    "python_calls": PYTHON_CALLS,
+}
+MASK_TEMPLATES = {
+    "end_of_text": END_OF_TEXT,
+    "last_reasons": LAST_REASONS,
+    "last_returns": LAST_RETURNS,
+    "next_role_ends": NEXT_ROLE_ENDS,
+    "open_thinking": OPEN_THINKING,
+    "system_in_last": SYSTEM_IN_LAST,
+    "text_arguments": TEXT_ARGUMENTS,
+    **{name: without_markers(text) for name, text in MARKED_TEMPLATES.items()},
+}
+HIDDEN = "the text that chat.jinja renders does not show the tool calls of message 2"
+ALTERNATE = "refused: Conversation roles must alternate user/assistant/user/assistant/..."
+# Conversations without a marked text, and why.
+REFUSED = {
+    ("chatml", "two calls"): f"refused: {HIDDEN}",
+    ("default_system", "two calls"): f"refused: {HIDDEN}",
+    ("end_of_text", "two calls"): f"refused: {HIDDEN}",
+    ("gemma", "system"): "refused: System role not supported",
+    ("gemma", "two calls"): ALTERNATE,
+    ("last_returns", "two calls"): f"refused: {HIDDEN}",
+    # transformers renders no call.
+    ("llama3", "two calls"): f"error: {HIDDEN}",
+    ("next_role_ends", "two calls"): f"error: {HIDDEN}",
+    ("system_in_last", "two calls"): "refused: chat.jinja does not show messages of this role",
+    # It needs a null content, which transformers leaves out. test_chat_turns has the text.
+    (
+        "text_arguments",
+        "two calls",
+    ): "only transformers refuses it: 'dict object' has no attribute 'content'",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerOfBytes:
+    pytest.importorskip("transformers")
+    return TokenizerOfBytes(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.mark.parametrize("name", MASK_TEMPLATES)
+def test_masks_are_those_of_texts_marked_by_hand(name: str, tokenizer: TokenizerOfBytes):
+    texts = read_marked_texts(MARKED_TEXTS / "own" / f"{name}.txt")
+    for case, conversation in CONVERSATIONS.items():
+        result = compare(tokenizer, MASK_TEMPLATES[name], conversation, expected=texts.get(case))
+        assert (case, result) == (case, REFUSED.get((name, case), "equal"))
+        assert (case in texts) == (result == "equal")
+
+
+@pytest.mark.parametrize("name", MARKED_TEMPLATES)
+def test_masks_are_those_of_the_markers(name: str, tokenizer: TokenizerOfBytes):
+    for case, conversation in CONVERSATIONS.items():
+        result = compare(tokenizer, MARKED_TEMPLATES[name], conversation)
+        assert (case, result) == (case, REFUSED.get((name, case), "equal"))
+
+
+def test_another_mask_or_text_is_noticed(tokenizer: TokenizerOfBytes):
+    expected = "<|user|>\nHi<|assistant|>⟦\nHello!⟧"
+    result = compare(tokenizer, NEXT_ROLE_ENDS, CONVERSATIONS["single turn"], expected=expected)
+    assert result == r"other mask: '<|user|>\nHi<|assistant|>\n⟦Hello!⟧'"
+    result = compare(tokenizer, CHATML, CONVERSATIONS["single turn"], expected=expected)
+    assert result.startswith("other text: ")
+
+
+def test_published_templates_have_marked_texts():
+    files = list(Path(MARKED_TEXTS / "published").glob("*.txt"))
+    assert len(files) == 12
+    for file in files:
+        assert read_marked_texts(file).keys() <= CONVERSATIONS.keys()

@@ -78,9 +78,7 @@ def encode_base64(ids: list[int]) -> str:
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 
-
 IDS = st.lists(st.integers(0, VOCAB - 1), max_size=4)
-
 
 ITEMS = st.one_of(
     st.lists(TEXTS, min_size=1, max_size=3),
@@ -387,7 +385,6 @@ def test_encode_batches_raises_errors_of_threads(
 
 # Text, a character of several tokens, and the special token of the tokenizer.
 DOCUMENT = "the cat sat\n 日本"
-
 
 DOCUMENTS = st.lists(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=6), max_size=9

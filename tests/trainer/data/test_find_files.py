@@ -332,7 +332,6 @@ configs:
 # Text
 """
 
-
 LISTED = [
     "README.md",
     "wiki/train-00001.parquet",
@@ -340,7 +339,6 @@ LISTED = [
     "wiki/test.parquet",
     "raw/b.jsonl",
 ]
-
 
 LISTED += ["raw/a.jsonl", "raw/deep/c.jsonl", "extra/x/y.parquet", "other.jsonl"]
 

@@ -39,7 +39,6 @@ from trainer.data.store import MappedTokens
 
 KEYS = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=8)
 
-
 ORDERS = st.builds(
     RowOrder,
     n_rows=st.integers(1, 60),
@@ -231,9 +230,7 @@ def test_sources_of_equal_size_have_different_orders():
 
 STEPS = 12
 
-
 BATCH_SIZE = 64
-
 
 LENGTH = 8
 
@@ -293,9 +290,7 @@ def make_runs(batch_size: int = BATCH_SIZE) -> dict[str, Run]:
 
 RUNS = make_runs()
 
-
 SMALL_RUNS = make_runs(batch_size=8)
-
 
 RUN_NAMES = sorted(RUNS)
 
@@ -319,7 +314,6 @@ def batch_digests(runs: Mapping[str, Run]) -> dict[str, list[str]]:
 
 
 WHOLE_DIGESTS = batch_digests(RUNS)
-
 
 SMALL_DIGESTS = batch_digests(SMALL_RUNS)
 

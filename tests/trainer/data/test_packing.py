@@ -183,7 +183,6 @@ def test_concatenated_dataset_has_the_rows_of_its_parts():
 
 LENGTHS = st.lists(st.integers(0, 25), max_size=30)
 
-
 SEQ_LENGTH, WINDOW = st.integers(1, 9), st.integers(1, 12)
 
 
@@ -354,7 +353,6 @@ def test_one_document_of_many_pieces_needs_little_memory():
 DOCUMENTS_WITH_TOKENS = st.lists(
     st.lists(st.integers(1, 60000), max_size=15), min_size=1, max_size=15
 ).filter(any)
-
 
 PACKINGS = st.sampled_from(["documents", "none"])
 

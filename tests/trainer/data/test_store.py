@@ -271,9 +271,7 @@ def test_identity_of_earlier_versions_is_unchanged(changes: dict[str, Any], reco
 
 JSON = {"type": "json", "fields": "text", "bos_id": 3}
 
-
 TEMPLATE = ChatTemplate("f", "{{ messages }}", (("bos_token", "<s>"),))
-
 
 VARIANTS: list[dict[str, Any]] = [
     JSON,

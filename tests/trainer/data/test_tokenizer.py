@@ -193,7 +193,6 @@ WORDS = [
     *("seven", "wizards", "box", "quietly", "for", "jam"),
 ]
 
-
 TEXTS = [
     "the quick fox",
     " the  fox\n\tbox ",
@@ -204,12 +203,9 @@ TEXTS = [
     "a </s> b",
 ]
 
-
 LLAMA = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True}
 
-
 T5 = {"tokenizer_class": "T5Tokenizer", "extra_ids": 10}
-
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "unigram": {"byte_fallback": True},
@@ -422,7 +418,6 @@ def test_sentencepiece_special_ids_are_control_symbols(tmp_path: Path, kind: str
 # Cuts of long texts: the parts have the tokens of the whole text, or the text stays whole.
 
 O200K_PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+|\p{L}+|\p{N}+"
-
 
 CUT_TEXTS = st.text(
     st.sampled_from("ab1.'/\n\n\n  \r\t\u3000\u0085\u0301é日。😀<end>"), max_size=200

@@ -49,7 +49,6 @@ from trainer.recipe import load_recipe
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))
 
-
 TOPOLOGIES = [
     f"{name}:{shape}"
     for name, generation in TPU_GENERATIONS.items()
@@ -330,9 +329,7 @@ def test_topology_without_libtpu_is_reported():
 
 ROOT = Path(__file__).parents[3]
 
-
 BOUND = ">=0.10,<0.13"
-
 
 BACKENDS = """
 import jax

@@ -36,9 +36,7 @@ from trainer.distributed.sharding import ShardingContext, order_tokens, zigzag_o
 
 AXES = ("dp", "fsdp", "mp")
 
-
 MESHES = ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4), (4, 1, 2), (1, 3, 2), (2, 1, 3), (1, 1, 1))
-
 
 Case = tuple[tuple[int, ...], NamedSharding, tuple[int, ...]]
 

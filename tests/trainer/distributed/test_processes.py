@@ -59,7 +59,6 @@ except PrepError as error:
     print(error)
 """
 
-
 TWICE = """
 import sys
 import jax
@@ -427,10 +426,8 @@ def test_heartbeat_and_end_survive_json():
 # Time limit of a job with a lost process.
 TIMEOUT_S = 1.0
 
-
 # Time limit of a job with two live processes beside a lost one.
 LIVE_TIMEOUT_S = 5.0
-
 
 # Time between two heartbeats.
 BEAT_S = 0.02

@@ -55,7 +55,6 @@ from trainer.nn.model_spec import ForwardConfig
 
 VOCAB_SIZE = 12
 
-
 # These logits are exact in float32, with frequent ties.
 LOGITS = st.integers(-20, 20).map(lambda quarters: quarters / 4)
 
@@ -273,7 +272,6 @@ def test_every_rule_has_a_case_with_an_effect():
 
 TEXTS = ["the cat sat on the mat", "a dog"]
 
-
 REFERENCES = ["the cat sat on the mat", "the dog ran"]
 
 
@@ -324,7 +322,6 @@ CONFIGS: dict[str, Any] = {
     **{name: GOLDEN[name] for name in ("mistral", "gemma2", "gemma3_text", "gpt_neo")},
     "phi3": NEWER_FAMILY_VARIANTS["phi3-window"],
 }
-
 
 # The windows of the models have 3 to 5 slots.
 START_SLOTS, PREFILL_LENGTH, LENGTH = (0, 3, 6), 9, 24

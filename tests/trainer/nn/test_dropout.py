@@ -49,12 +49,9 @@ from trainer.nn.projections import BlockWeights, linear, norm
 
 SIGMAS = 5.0
 
-
 ROWS, LENGTH, WIDTH = 4, 64, 32
 
-
 RATE = 0.25
-
 
 CONFIG = DropoutConfig(RATE, RATE, RATE)
 
@@ -119,9 +116,7 @@ def embedding_mask(**options: Any) -> Any:
 
 default_residual_mask = cache(residual_mask)
 
-
 default_attention_mask = cache(attention_mask)
-
 
 OTHER_MASKS = {
     "seed": lambda: residual_mask(seed=4),
@@ -309,7 +304,6 @@ def test_forgetful_masking_follows_positions():
 
 OPTION_ROWS, OPTION_LENGTH, OPTION_WIDTH = 2, 6, 24
 
-
 OPTION_CONFIG = DropoutConfig(0.2, 0.3, 0.25, (0.1, 0.4))
 
 
@@ -419,13 +413,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "saved": {"remat_policy": "everything_saveable", "scan_layers": False},
 }
 
-
 # An encoder and a decoder of one layer each compile in half of the time.
 CONFIGS = GOLDEN | {"t5-short": GOLDEN["t5"] | {"num_layers": 1, "num_decoder_layers": 1}}
 
-
 FAMILIES = ("llama-biases", "t5", "t5-short", "gpt_neo", "gemma2", "mixtral", "opt-350m")
-
 
 FAST_CASES = [("t5-short", "saved")]
 

@@ -41,7 +41,6 @@ from trainer.recipe.tables import Model as RecipeModel
 
 LENGTH = 40
 
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "small tiles": {"attention_options": AttentionOptions("blockwise", 8, 16)},
     "uneven tiles": {
@@ -64,14 +63,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 
-
 FAMILY_CASES = [
     *(("llama-biases", name) for name in OPTIONS),
     *((family, "all chunked") for family in ("gpt_neo", "gemma2", "mixtral", "t5")),
     *((family, "named activations") for family in ("gemma2", "t5")),
     ("mixtral", "MLP chunks"),
 ]
-
 
 # Tiles, saved activations and moves to the host. Tests of each kernel and of experts have uneven tiles and chunks.
 FAST_CASES = [("llama-biases", "offload")]
@@ -127,9 +124,7 @@ def test_policies_that_save_scores_exclude_blockwise_attention(policy: str):
 
 TILES = AttentionOptions("blockwise", 4, 4)
 
-
 ATTENTION = ("q", "k", "v", "attention_output")
-
 
 SHAPE = (2, 8)
 
@@ -294,9 +289,7 @@ def test_layer_inputs_equal_numpy():
 
 RNG = np.random.default_rng(0)
 
-
 X = RNG.standard_normal((2, 13, 6), np.float32)
-
 
 WEIGHTS = {
     name: RNG.standard_normal(shape, np.float32)

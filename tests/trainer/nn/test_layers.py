@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,22 @@ from jax import Array
 
 from prepcli.models.activation_memory import SCAN_CHUNK_SIZE, SELECTIVE_SCAN_CHUNK_SIZE
 from prepcli.models.architecture import ACTIVATIONS
+from prepcli.models.layer_config import DropoutConfig
+from prepcli.models.lora import LORA_A, LORA_B, expert_projections
+from prepcli.models.lora_config import LoraConfig
+from prepcli.models.param_tree import Tree, flatten_tree, unflatten_tree
+from prepcli.models.registry import FAMILIES
 from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_checkpoints import ALL_CONFIGS, GPT2, LLAMA
+from tests.helpers.tiny_configs import GOLDEN
 from tests.trainer.nn.test_attention import make_arch
+from trainer.nn import transformer
+from trainer.nn.context import AdapterDropout
+from trainer.nn.dropout import derive_key, step_dropout
+from trainer.nn.initialization import init_params
 from trainer.nn.mixers import causal_conv
 from trainer.nn.mlp import ACTIVATION_FUNCTIONS
+from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model
 from trainer.nn.projections import norm, xielu
 from trainer.nn.scans import Recurrence, SelectiveInputs, chunked_scan, selective_scan
 
@@ -26,13 +39,11 @@ from trainer.nn.scans import Recurrence, SelectiveInputs, chunked_scan, selectiv
 
 RNG = np.random.default_rng(0)
 
-
 X, SCALE, BIAS = (
     RNG.standard_normal((2, 3, 8)) * 3 + 1,
     RNG.standard_normal(8),
     RNG.standard_normal(8),
 )
-
 
 WEIGHTS = {"scale": jnp.asarray(SCALE, jnp.float32), "bias": jnp.asarray(BIAS, jnp.float32)}
 
@@ -64,15 +75,11 @@ def test_rms_offset_scales_before_rounding():
 
 MLP_X = np.linspace(-8, 8, 401)
 
-
 ERF = np.array([math.erf(x / math.sqrt(2)) for x in MLP_X])
-
 
 TANH = 0.5 * MLP_X * (1 + np.tanh(math.sqrt(2 / math.pi) * (MLP_X + 0.044715 * MLP_X**3)))
 
-
 SILU = MLP_X / (1 + np.exp(-MLP_X))
-
 
 FORMULAS = {
     "gelu": 0.5 * MLP_X * (1 + ERF), "gelu_new": TANH, "gelu_pytorch_tanh": TANH, "gelu_fast": TANH,
@@ -99,15 +106,11 @@ def test_activation_matches_formula(name: str):
 
 XIELU_X = np.array([-300.0, -2.0, -1e-7, 0.0, 1e-7, 0.5, 300.0], np.float32)
 
-
 ALPHA_P = 0.4
-
 
 ALPHA_N = -1.1
 
-
 BETA = 0.5
-
 
 EPS = -1e-6
 
@@ -148,12 +151,9 @@ def test_gradients_of_xielu_are_finite_and_spare_constants():
 
 CONV_X = RNG.standard_normal((2, 7, 3, 2)).astype(np.float32)
 
-
 TAPS = RNG.standard_normal((3, 2, 4)).astype(np.float32)
 
-
 CONV_BIAS = RNG.standard_normal((3, 2)).astype(np.float32)
-
 
 CONV_WEIGHTS = {"weight": jnp.asarray(TAPS), "bias": jnp.asarray(CONV_BIAS)}
 
@@ -185,7 +185,6 @@ def test_causal_conv_reads_no_earlier_document():
 # Tests of linear recurrences in chunks against the recurrences, token by token in NumPy.
 
 ROWS, GROUPS, HEADS, KEY_DIM, VALUE_DIM = 2, 3, 2, 4, 5
-
 
 # Compiled, because JAX would compile each operation of a scan by itself.
 scan = jax.jit(chunked_scan)
@@ -286,7 +285,6 @@ def test_chunked_scan_has_finite_gradients_under_strong_decay():
 
 SELECTIVE_ROWS, CHANNELS, STATE = 2, 4, 3
 
-
 LENGTH = 2 * SELECTIVE_SCAN_CHUNK_SIZE + 5
 
 
@@ -353,3 +351,111 @@ def test_gradient_equals_finite_differences():
         return jnp.square(selective_scan(inputs._replace(dt=dt), rates, None)[0]).sum()
 
     jax.test_util.check_grads(loss, (inputs.dt, rates), order=1, modes=["rev"], rtol=0.02)
+
+
+# Adapters in the forward pass: their product with the weights merged, and the random masks of their inputs.
+
+CONFIGS = {config["model_type"]: config for config in (*GOLDEN.values(), *ALL_CONFIGS)}
+TOKENS = jnp.asarray(np.arange(24, dtype=np.int32).reshape(2, 12) * 5 % 31)
+ADAPTER_ROWS = jnp.arange(2, dtype=jnp.uint32)
+
+
+def make_model(config: dict[str, Any], lora: LoraConfig) -> tuple[ModelSpec, dict[str, Any]]:
+    """Return a model with adapters, and random parameters by path."""
+    family = FAMILIES[config["model_type"]]
+    base = build_model(family, config, family.is_tied(config))
+    model = build_model(family, config, base.is_tied, lora=lora)
+    assert model.adapters is not None
+    leaves = flatten_tree(init_params(base, 0))
+    random = np.random.default_rng(0)
+    for path, leaf in leaves.items():
+        # Other leaves would have no gradient behind a factor of zero, e.g. the rates of scores of Doge.
+        if not np.asarray(leaf).any():
+            leaves[path] = jnp.asarray(random.normal(0, 0.1, leaf.shape), leaf.dtype)
+    for path, leaf in model.adapters.matrices.items():
+        leaves[path] = jnp.asarray(random.normal(0, 0.2, leaf.shape), jnp.float32)
+    return model, leaves
+
+
+def merge(model: ModelSpec, leaves: dict[str, Any]) -> Tree:
+    """Return the parameters with the products of adapters added to the weights."""
+    adapters = model.adapters
+    assert adapters is not None
+    merged = {path: leaf for path, leaf in leaves.items() if path not in adapters.matrices}
+    for path in adapters.matrices:
+        name = path.removesuffix(LORA_B)
+        if path == name:
+            continue
+        a_path = adapters.shared.get(f"{name}{LORA_A}", f"{name}{LORA_A}")
+        weight = np.asarray(merged[f"{name}weight"])
+        leaf = adapters.leaves[a_path]
+        stacks = 2 if ("experts",) in leaf.dims else 1
+        a = np.asarray(leaves[a_path])
+        rank = a.shape[stacks]
+        a = a.reshape(*a.shape[: stacks + 1], -1)
+        b = np.asarray(leaves[path])
+        b = b.reshape(*b.shape[:stacks], -1, rank)
+        product = adapters.scalings[a_path] * (b @ a)
+        merged[f"{name}weight"] = jnp.asarray(weight + product.reshape(weight.shape))
+    return unflatten_tree(merged)
+
+
+def run(params: Tree, model: ModelSpec) -> jax.Array:
+    """Compute the logits of two rows."""
+    tokens = TOKENS % model.true_vocab_size
+    source = None
+    if model.arch_config.encoder is not None:
+        source = transformer.encode(params, tokens, model, ForwardConfig())
+    return transformer.compute_logits(params, tokens, model, ForwardConfig(), source)
+
+
+def outputs(params: Tree, model: ModelSpec) -> np.ndarray:
+    """Return the logits of two rows."""
+    return np.asarray(jax.jit(lambda params: run(params, model))(params))
+
+
+@pytest.mark.parametrize("name", slow_except(list(CONFIGS), ["mixtral"]))
+def test_adapters_equal_merged_weights_in_every_family(name: str):
+    config = CONFIGS[name]
+    family = FAMILIES[name]
+    has_experts = any(expert_projections(family, config))
+    lora = LoraConfig(
+        2,
+        3.0,
+        ("all-linear",),
+        target_parameters=("*",) if has_experts else (),
+    )
+    if name == "gpt2":
+        lora = replace(lora, rank_pattern={"attn.q": 3})
+    model, leaves = make_model(config, lora)
+    adapted = outputs(unflatten_tree(leaves), model)
+    base = build_model(family, config, model.is_tied)
+    np.testing.assert_allclose(adapted, outputs(merge(model, leaves), base), atol=2e-4, rtol=1e-4)
+    gradients = flatten_tree(
+        jax.jit(jax.grad(lambda p: jnp.sin(run(p, model)).sum()))(unflatten_tree(leaves))
+    )
+    unused = [path for path in model.saved_leaves if not np.abs(gradients[path]).max() > 0]
+    assert not unused
+
+
+DROPOUT = DropoutConfig(adapters=0.25)
+
+
+def test_adapter_dropout_keeps_the_mean_of_its_input():
+    keys = step_dropout(DROPOUT, seed=0, step=jnp.int32(3), row_ids=ADAPTER_ROWS).key
+    dropout = AdapterDropout(derive_key(keys, jnp.arange(2 * 512).reshape(2, 512)), 0.25)
+    x = dropout.apply(jnp.ones((2, 512, 8, 16)))
+    assert set(np.unique(x)) == {0.0, np.float32(1 / 0.75)}
+    # 131,072 elements: the standard deviation of the fraction is 0.0012.
+    assert abs(float((x == 0).mean()) - 0.25) < 0.006
+
+
+def test_modules_have_masks_of_their_own():
+    lora = LoraConfig(2, 4.0, ("all-linear",))
+    adapters = build_model(FAMILIES["llama"], LLAMA, is_tied=False, lora=lora).adapters
+    fused = build_model(FAMILIES["gpt2"], GPT2, is_tied=True, lora=lora).adapters
+    assert adapters is not None
+    assert fused is not None
+    assert len({*adapters.dropout_sites.values()}) == len(adapters.dropout_sites) == 7
+    sites = fused.dropout_sites
+    assert sites["attn.q"] == sites["attn.k"] == sites["attn.v"] != sites["attn.o"]

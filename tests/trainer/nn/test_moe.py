@@ -36,16 +36,12 @@ from trainer.nn.token_chunks import over_token_chunks
 
 EXPERTS, D, F, SHARED = 5, 6, 7, 9
 
-
 CLAMPED = ClampedSwiglu(alpha=1.702, limit=1.5)
-
 
 # With 74 tokens, experts have several blocks, and the last block is incomplete.
 ROWS, LENGTH = 2, 37
 
-
 BLOCK = expert_block_length(ROWS * LENGTH, 2, EXPERTS)
-
 
 Dispatch = Callable[[Array, Any, ArchConfig, ShardingContext], Array]
 
@@ -205,11 +201,9 @@ def check_is_as_exact_as_dense(
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 
-
 CASES = [
     (routing, top_k, dtype) for routing in ROUTINGS for top_k in (1, 2, EXPERTS) for dtype in DTYPES
 ]
-
 
 FAST = [(routing, 2, jnp.float32) for routing in ROUTINGS if routing != "random"]
 
@@ -294,7 +288,6 @@ def test_moe_mlp_holds_hidden_units_of_one_block():
 # Tests of the routers of MoE layers against NumPy in float64, token by token.
 
 NUM_EXPERTS, TOP_K, WIDTH = 12, 3, 5
-
 
 ROUTERS = {
     "softmax": Router(),
@@ -416,16 +409,12 @@ def test_router_with_own_norm_scales_input_and_weights():
 
 SHARDED_ROWS, SHARDED_LENGTH, SHARDED_D, SHARDED_F, SHARDED_EXPERTS = 8, 16, 32, 48, 4
 
-
 SIZES = {"experts": SHARDED_EXPERTS, "mlp": SHARDED_F, "embed": SHARDED_D}
-
 
 # The leaves of experts without adapters.
 STACKED = {path: dims for path, dims in EXPERT_DIMS.items() if SIZES.keys() >= {*dims}}
 
-
 DIMS = {**STACKED, "router.weight": ("experts", "embed")}
-
 
 TOKENS = (SHARDED_ROWS, SHARDED_LENGTH, SHARDED_D)
 

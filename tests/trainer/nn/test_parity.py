@@ -52,17 +52,13 @@ from trainer.recipe.model_table import Model, override_rope
 
 LOGITS_ATOL = 2e-5
 
-
 GRADIENTS_RTOL = 1e-5
-
 
 WITHOUT_ROPE_VARIANTS = [
     name for name in GOLDEN if not name.startswith("llama-") or name == "llama-biases"
 ]
 
-
 PADDED = [*((name, 3) for name in WITHOUT_ROPE_VARIANTS), ("gpt_neo", 0), ("llama-yarn", 0)]
-
 
 # Name of the model, whether layers are stacked, on which axis, whether they are scanned, remat
 # policy.
@@ -86,7 +82,6 @@ VARIANTS = [
     ("qwen3_5_text", False, 0, False, "dots_saveable"),
 ]
 
-
 # Logits are compared for all models. One model stands for each kind of layer:
 FAST_GRADIENTS = (
     # layers that are not scanned, cross-attention
@@ -95,17 +90,13 @@ FAST_GRADIENTS = (
     *(("deepseek_v3", 3), ("qwen3_5_text", 3), ("mamba2", 3)),
 )
 
-
 # Without a rotary embedding the softmax cancels the bias of keys.
 CANCELLED = ("self_attn.k_proj.bias",)
 
-
 WITHOUT_ROTATION = ("opt", "opt-350m", "biogpt", "xglm")
-
 
 # Their rotary frequencies depend on the number of tokens, so that padding changes logits.
 WITH_LENGTH_DEPENDENT_ROPE = ("llama-dynamic", "phi3-longrope")
-
 
 # Corrections of a router's scores, and factors of the outputs of layers, have no gradient.
 UNTRAINED_TENSORS = (
@@ -115,7 +106,6 @@ UNTRAINED_TENSORS = (
     "act_fn.beta",
     "act_fn.eps",
 )
-
 
 load_cached = cache(load)
 
@@ -269,21 +259,15 @@ def test_bfloat16_results_are_close_to_float32(name: str):
 
 lazy_module("torch")
 
-
 lazy_module("transformers")
-
 
 LINEAR, DYNAMIC = ({"rope_type": name, "factor": 4.0} for name in ("linear", "dynamic"))
 
-
 YARN = {"type": "yarn", "factor": 4.0, "beta_fast": 20, "truncate": False}
-
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
-
 LONG: JsonObject = {**LONG_ROPE, "short_factor": [1.0, 1.5], "long_factor": [2.0, 9.0]}
-
 
 CASES: dict[str, tuple[dict[str, Any], Model]] = {
     "llama-linear": (LLAMA, rope_table(LINEAR, max_positions=256)),
@@ -307,7 +291,6 @@ CASES: dict[str, tuple[dict[str, Any], Model]] = {
     ),
     "phi3-positions": (LIVE["phi3-version-5"], rope_table(max_positions=512)),
 }
-
 
 FAST = ("gpt_neox-yarn", "phi3-longrope")
 
@@ -334,17 +317,13 @@ def test_overridden_rope_changes_the_logits():
 
 torch = lazy_module("torch")
 
-
 lazy_module("transformers")
-
 
 # The layers of all other families are scanned here.
 UNSCANNED_FAMILIES = ("gpt2", "gpt_neo", "llama")
 
-
 # Lengths of right-padded rows.
 SHORT, LIVE_LONG = ((7, 4), (300,))
-
 
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 

@@ -45,11 +45,9 @@ from trainer.training.step import state_shapes
 
 MIB = 1 << 20
 
-
 SMALL, DEEP, LLAMA_13B, MIXTRAL = (
     MODEL_CONFIGS[name] for name in ("small", "deep", "13b", "mixtral")
 )
-
 
 ATTENTION = ("q", "k", "v", "attention_output")
 

@@ -41,15 +41,11 @@ from trainer.recipe.key_types import MAX_INT32
 
 LLAMA_7B, MIXTRAL, T5 = (MODEL_CONFIGS[name] for name in ("7b", "mixtral", "t5"))
 
-
 DEEPSEEK_V3 = MODEL_CONFIGS["deepseek_v3"]
-
 
 LENGTH, ROWS = 2048, 4
 
-
 TOKENS = LENGTH * ROWS
-
 
 # Parameters of LLaMA 7B without the embedding and the norms.
 MATRICES_7B = 6_738_415_616 - 32000 * 4096 - (2 * 32 + 1) * 4096
@@ -253,9 +249,7 @@ def test_forward_and_backward_match_the_count_of_xla():
 
 SPLIT_LLAMA_7B, SPLIT_T5 = (MODEL_CONFIGS[name] for name in ("7b", "t5"))
 
-
 PARAMETERS = 6_738_415_616
-
 
 SPLIT_ROWS, SPLIT_LENGTH, WIDTH, LAYERS = 8, 2048, 4096, 32
 
@@ -314,7 +308,6 @@ def test_fsdp_gathers_weights_twice_and_scatters_gradients():
 
 
 RANK = 8
-
 
 # A [rank, 4096] and B [4096, rank] of queries in each layer
 ADAPTERS = LAYERS * RANK * 2 * WIDTH

@@ -354,7 +354,6 @@ def test_invalid_base_config_error_does_not_name_the_override():
 # Names of the field with the number of positions, in families with a rotary embedding.
 POSITION_FIELDS = {"max_position_embeddings", "n_positions", "max_seq_len"}
 
-
 ROTARY_FAMILIES = {
     name: family for name, family in FAMILIES.items() if family.arch_config({}).rope is not None
 }

@@ -29,7 +29,6 @@ from trainer.recipe.text_fields import DEFAULT_FIELDS, SIGNS
 
 ROOT = Path(__file__).parents[3]
 
-
 SMALL = """\
 [model]
 path = "tiny-init"
@@ -233,22 +232,17 @@ def test_schema_is_strict_json_schema():
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)
 
-
 PATHS = TEXTS.filter(lambda text: "${" not in text and not text.startswith("~"))
-
 
 NAMES = st.from_regex(r"[^\s./\\\x00-\x1f\x7f-][^/\\\x00-\x1f\x7f]*", fullmatch=True).filter(
     lambda t: t.isprintable()
 )
 
-
 # Keys that only one schedule has.
 SCHEDULE_KEYS = [f"optimizer.{key}" for decay in DECAYS.values() for key in decay.keys]
 
-
 # Keys of a random start. They replace `model.path`.
 START_KEYS = ("model.init", "model.preset", "model.config")
-
 
 TEXT_LISTS = (
     "data.loss",
@@ -261,10 +255,8 @@ TEXT_LISTS = (
     "log.samples",
 )
 
-
 # Keys with examples that conflict with other defaults.
 SAVE_KEYS = ("train.eval_every_epochs", "checkpoint.every_epochs", "checkpoint.dtype")
-
 
 VALUES_BY_KEY = {
     "model.overrides": st.dictionaries(
@@ -312,7 +304,6 @@ VALUES_BY_KEY = {
     ),
 }
 
-
 SCHEDULES_WITH_KEYS: list[dict[str, Any]] = [
     {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": 1},
     {
@@ -322,7 +313,6 @@ SCHEDULES_WITH_KEYS: list[dict[str, Any]] = [
     },
     {"optimizer.schedule": "cosine_restarts", "optimizer.cycles": 1},
 ]
-
 
 LORA_VALUES: list[dict[str, Any]] = [
     {},

@@ -35,12 +35,9 @@ from trainer.recipe.model_table import Model, check_rope_scaling, override_rope
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
-
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
-
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
-
 
 VERSION_5 = LIVE["gpt_neox-version-5"]  # has rope_parameters with theta and partial_rotary_factor
 
@@ -310,7 +307,6 @@ lr = 1e-3
 steps = 10
 """
 
-
 TWO = """\
 [[data.sources]]
 name = "wiki"
@@ -434,7 +430,6 @@ def test_error_names_the_invalid_source_table(tmp_path: Path, data: str, message
 # Sentences about the settings of a recipe.
 
 CHAT = ("data.type=json", "data.format=chat")
-
 
 SCHEDULE = "learning rate 0.001, linear to 0 at step 20"
 

@@ -523,17 +523,13 @@ def redco_cosine(s: int, n: int) -> float:
 
 GPT_NEO = AdamWTable(lr=4e-6, warmup_steps=10)
 
-
 LLAMABPT = AdamWTable(
     lr=1e-4, init_lr=1e-6, end_lr=1e-5, schedule="cosine", warmup_steps=10, decay_steps=60
 )
 
-
 PALM = PalmTable(type="palm", lr=0.005, warmup_steps=10)
 
-
 REDCO = AdamWTable(lr=2e-5, warmup_ratio=0.1)
-
 
 REDCO_COSINE = AdamWTable(lr=2e-5, warmup_ratio=0.1, schedule="cosine")
 
@@ -572,7 +568,6 @@ def test_schedule_of_flaxlm_differs_in_its_warmup_only():
 NAMES = (
     st.text(st.characters(exclude_characters="[]{},+<|>"), min_size=1).map(str.strip).filter(bool)
 )
-
 
 FIELDS: st.SearchStrategy[Field] = st.one_of(
     st.lists(NAMES, min_size=1, max_size=3).map(lambda names: TextField(tuple(names))),

@@ -50,18 +50,13 @@ from trainer.training.setup import check_batch
 
 SPANS = ["data.objective=span_corruption", "data.source_length=40"]
 
-
 MIXTURE = ["data.path=", 'data.sources=[{name = "a", path = "train.txt"}]']
-
 
 MIXED_SPANS = [*SPANS, *MIXTURE]
 
-
 PAIRS = ["data.type=json", "data.fields=[a], b"]
 
-
 MIXED_PAIRS = [*PAIRS, *MIXTURE]
-
 
 RECIPE = """\
 [model]

@@ -401,7 +401,6 @@ def test_adapter_of_some_layers_is_not_continued(
 # The vocabulary of 131 tokens is padded to 136 rows.
 MIXTRAL = FAMILY_CONFIGS["mixtral"] | {"num_local_experts": 4}
 
-
 LORA_OF_EXPERTS = """
 [lora]
 rank = 4
@@ -411,7 +410,6 @@ modules_to_save = ["embed.tokens", "head"]
 rank_pattern = {"mlp.down" = 8}
 use_rslora = true
 """
-
 
 MESHES = {
     "tensor": ("1,2,4", ()),

@@ -46,17 +46,14 @@ FULL_SIZE = [  # recipe, accelerator, devices, largest peak of one device in GB
     ("opt-6.7b", "H100", 8, 25),
 ]
 
-
 # An encoder-decoder model, adapters, and long contexts. test_comment_of_recipe_has_its_plan plans all hub recipes.
 PLANNED = ("flan-t5-base", "llama-7b-lora", "llama-7b-32k-pretrain")
-
 
 # A vocabulary of 136 is divisible by every mesh.
 RANDOM = (
     "model.overrides={ vocab_size = 136 }",
     "optimizer.warmup_steps=1",
 )
-
 
 SHORT = (*RANDOM, "train.steps=2")
 
@@ -186,9 +183,7 @@ def tiny_recipe(case: Tiny) -> Path:
 
 SHOWN_BY_DEFAULT = ("qwen3-8b-tools",)
 
-
 PLAN_COMMENT = re.compile(r"^# (Plan for .*)$", re.MULTILINE)
-
 
 PLAN_COMMAND = re.compile(r"^#   prep (plan .*)$", re.MULTILINE)
 

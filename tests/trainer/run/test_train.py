@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import errno
+import importlib
 import json
 import os
+import pkgutil
 import random
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +41,7 @@ from tests.helpers.train_runs import (
 )
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from tests.helpers.waiting import MAX_S
+from trainer import run as run_package
 from trainer.run import logs
 from trainer.run.recipe_data import tokenize_progress
 from trainer.run.storage import hold_run
@@ -466,6 +471,47 @@ def test_tokenize_progress_shows_bytes_and_tokens(monkeypatch: pytest.MonkeyPatc
 def test_saved_progress_mentions_incomplete_token_store(tmp_path: Path):
     (tmp_path / "data" / f"{NAME}.partial").mkdir(parents=True)
     assert describe_saved_progress(FolderStorage(tmp_path)) == ""
-    write_shards(tmp_path / "data" / NAME, [fill])
+    write_shards(tmp_path / "data" / FUNCTION_NAME, [fill])
     expected = f"kept in {tmp_path}: a part of the tokens"
     assert describe_saved_progress(FolderStorage(tmp_path)) == expected
+
+
+# The page that follows a run through the code: every function that it names exists, in the order of the calls.
+
+PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "a-training-run.md"
+FUNCTION_NAME = re.compile(r"`([a-z_]+(?:\.\w+)+)`")
+STAGES = {module.name for module in pkgutil.iter_modules(run_package.__path__)}
+PARTS_OF_STAGES = {"checks", "summary"}
+# They load the arrays of a model, and read the records of a run that has ended.
+WITHOUT_A_RUN = {"params", "run_record"}
+
+
+def named_objects() -> list[str]:
+    """Return the names on the page, with the package of a stage such as `start`."""
+    names: list[str] = []
+    for name in FUNCTION_NAME.findall(PAGE.read_text()):
+        root = name.partition(".")[0]
+        if root in STAGES:
+            names.append(f"{run_package.__name__}.{name}")
+        elif root in ("prepcli", "trainer") and name != run_package.__name__:
+            names.append(name)
+    return list(dict.fromkeys(names))
+
+
+@pytest.mark.parametrize("name", named_objects())
+def test_page_names_existing_functions(name: str):
+    module, _, attribute = name.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), attribute))
+
+
+def test_page_names_every_stage():
+    stages = {name.split(".")[2] for name in named_objects() if name.startswith("trainer.run.")}
+    assert stages >= STAGES - PARTS_OF_STAGES - WITHOUT_A_RUN
+
+
+def test_page_has_the_order_of_the_functions_in_the_source():
+    source = Path(str(run_package.__path__[0]), "train.py").read_text()
+    defined = [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    prefix = f"{run_package.__name__}.train."
+    named = [name.removeprefix(prefix) for name in named_objects() if name.startswith(prefix)]
+    assert named == [name for name in defined if name in named]

@@ -37,9 +37,7 @@ from trainer.training.metrics import METRICS_FILE, read_metrics
 
 ROWS = [{"id": str(i), "text": f"the cat {i} sat on the mat"} for i in range(40)]
 
-
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
-
 
 OBJECTS = {
     "bucket/data/b.jsonl": LINES,
@@ -49,7 +47,6 @@ OBJECTS = {
     "bucket/data/deep/c.jsonl": LINES,
     "bucket/empty.jsonl": b"",
 }
-
 
 FINDER = DataFinder(Access(), note=lambda text: None)
 
@@ -166,9 +163,7 @@ def test_readme_in_a_bucket_lists_the_files_of_a_split(store: FakeObjectStore):
 
 README = b"---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: x/*.jsonl\n---\n"
 
-
 REPO = FakeRepo({"README.md": README, "x/a.jsonl": LINES, "x/b.jsonl": LINES, "y/c.jsonl": LINES})
-
 
 SCRIPT = """
 import json, sys
@@ -218,12 +213,9 @@ def test_hub_dataset_is_read_through_the_cache(tmp_path: Path):
 
 SPLITS = {"train": "w1", "test": "w2", "validation": "w3"}
 
-
 COPY_README = "---\nconfigs:\n- config_name: default\n  data_files:\n"
 
-
 COPY_README += "".join(f"  - split: {split}\n    path: data/{split}-*\n" for split in SPLITS)
-
 
 COPY_README += "---\n# Text\n"
 
@@ -318,9 +310,7 @@ def test_every_command_refuses_too_long_sequences(capsys: pytest.CaptureFixture[
 
 BEGIN = 5
 
-
 TEXTS = ["w9 w8 w7", "w20 w21"]
-
 
 DATA = ("data.path=rows.jsonl", "data.type=json", "data.holdout=0", "data.add_eos=false")
 
@@ -459,7 +449,6 @@ def test_stopped_mixture_resumes_with_the_same_rows(
 
 EOS = "w2"
 
-
 # The next role ends a turn, as in GLM-4.
 TEMPLATE = """\
 {%- for message in messages %}
@@ -468,9 +457,7 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{ 'w4 ' }}{% endif %}
 """
 
-
 TOOLS = [{"type": "function", "function": {"name": "sum"}}]
-
 
 NOTES = {
     "tools": "2 conversations have `tools` that the chat template does not show",

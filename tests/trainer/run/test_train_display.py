@@ -36,7 +36,6 @@ LOG_LINE: StepLine = {
     "memory_bytes": 3 << 30,
 }
 
-
 EVALUATION = EvaluationResult(mean_loss=2.0, accuracy=0.5, weight=1000)
 
 
@@ -318,7 +317,6 @@ def test_sparkline_scales_between_the_extremes():
 
 
 SETTINGS = ("mesh=1,1,1", "train.steps=3", "data.holdout=0", "checkpoint.every=2")
-
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 

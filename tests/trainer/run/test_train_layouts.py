@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +15,33 @@ import numpy.typing as npt
 import pytest
 from tokenizers import Tokenizer
 
+import prepcli as prep
 from prepcli.commands.cli.main import main
-from prepcli.core.errors import OK
+from prepcli.core.errors import FAILED, OK, STOPPED, USAGE
+from prepcli.formats.manifest import MANIFEST_FILE, RECIPE_FILE, listed_steps
 from tests.helpers.chat_masks import (
     LOSS_PARTS,
     marked_spans,
     mask_of_spans,
     write_tokenizer_of_bytes,
 )
+from tests.helpers.fork_server import ForkedProcess, run_python
+from tests.helpers.hub_server import FakeRepo, serve_hub
+from tests.helpers.object_server import FakeObjectStore, use_objects
+from tests.helpers.processes import finish, start_processes
+from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.slow_cases import slow_except
+from tests.helpers.stored_tensors import safetensors_bytes
 from tests.helpers.tiny_checkpoints import GPT2, make_checkpoint
-from tests.helpers.train_runs import read_losses
-from tests.trainer.training.test_data_shape import LAYOUTS, TEMPLATE
+from tests.helpers.towers import PROCESSOR, write_model
+from tests.helpers.train_runs import read_losses, set_keys
+from tests.helpers.training_folder import RECIPE as TINY_RECIPE
+from tests.helpers.training_folder import make_training_folder, write_tokenizer
+from tests.helpers.waiting import wait_until
+from tests.trainer.training.test_setup import LAYOUTS, TEMPLATE
+from trainer.run.run_record import ENVIRONMENT_FILE
+from trainer.run.storage import TOKENS_FOLDER
+from trainer.training.metrics import METRICS_FILE, read_metrics
 
 END = "<|im_end|>"
 N_RECORDS = 400
@@ -184,3 +201,313 @@ def test_losses_of_layouts_equal_float64(
     errors = np.abs(np.array(losses) - expected)
     print(f"{name}: {' '.join(f'{loss:.6f}' for loss in expected)}, difference {errors.max():.1e}")
     assert errors.max() <= LOSS_ATOL
+
+
+# `prep train` of the text part of a multimodal model: steps without towers, and exports with them.
+
+VOCAB = 128
+TEXT_PREFIX = "model.language_model."
+TEXT_NAMES = (TEXT_PREFIX, "lm_head.")
+OFFLINE_EXPORT = """
+import prepcli as prep
+prep.export("runs/recipe", "hf", towers="o/m", offline=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def trained_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a multimodal model, its init, and a run of three steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        write_model("qwen3_vl")
+        words = [f"w{number}" for number in range(VOCAB)]
+        write_tokenizer(Path("m"), words)
+        run_ok("save-init", "./m")
+        numbers = np.cumsum(np.random.default_rng(0).integers(0, 3, 1500)) % VOCAB
+        Path("text.txt").write_text(" ".join(words[number] for number in numbers))
+        recipe = TINY_RECIPE.replace("1,2,4", "8,1,1").replace("tiny-init", "m-init")
+        Path("recipe.toml").write_text(recipe.replace("steps = 12", "steps = 3"))
+        run_ok("train", "recipe.toml")
+    return folder
+
+
+@pytest.fixture
+def trained(trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copy the folder to the working folder of a test."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained_folder, tmp_path, dirs_exist_ok=True)
+    return trained_folder
+
+
+def test_step_records_path_and_digest_of_towers(trained: Path):
+    manifest = json.loads(Path("runs/recipe/3/prep-manifest.json").read_text())
+    assert manifest["towers"]["path"] == str(trained / "m-init")
+    assert len(manifest["towers"]["digest"]) == 32
+    assert not any(name.startswith("towers") for name in manifest["leaves"])
+    assert all(name.startswith(TEXT_NAMES) for name in manifest["tensors"])
+
+
+def test_chain_proves_the_text_part_of_a_step(trained: Path):
+    run_ok("export", "runs/recipe", "--text-only", "--out", "text")
+    link = prep.verify_chain("text").links[0]
+    assert (link.status, link.reason) == ("proven", "")
+
+
+def test_export_of_step_has_towers_of_start_model(trained: Path):
+    before = safetensors_bytes(Path("m"))
+    run_ok("export", "runs/recipe", "--out", "hf")
+    exported = safetensors_bytes(Path("hf"))
+    assert exported.keys() == before.keys()
+    changed = {name for name in before if exported[name] != before[name]}
+    assert changed == {name for name in before if name.startswith(TEXT_NAMES)}
+    assert json.loads(Path("hf/config.json").read_text()) == json.loads(
+        Path("m/config.json").read_text()
+    )
+    assert Path("hf", PROCESSOR).read_bytes() == Path("m", PROCESSOR).read_bytes()
+    run_ok("verify", "hf")
+    verification = prep.verify("hf", "runs/recipe")
+    assert verification.is_equal
+    assert verification.tensors == len(changed)
+    proof = prep.verify_chain("hf")
+    assert proof
+    assert proof.links[0].status == "holds"
+    assert proof.links[0].not_shown == "read from the start model"
+    assert proof.links[0].check == f"prep verify hf {trained / 'm-init'}"
+    assert f", {len(changed)} tensors, " in proof.links[0].proof
+    run_ok("export", "runs/recipe", "--text-only", "--out", "text")
+    text = safetensors_bytes(Path("text"))
+    assert text == {
+        name.replace(TEXT_PREFIX, "model."): exported[name]
+        for name in exported
+        if name.startswith(TEXT_NAMES)
+    }
+
+
+def test_verify_of_step_compares_text_part_with_init(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+):
+    manifest = json.loads(Path("m-init/prep-manifest.json").read_text())
+    assert main(["verify", "runs/recipe", "m-init"]) == 1
+    printed = capsys.readouterr()
+    assert "towers of m-init" in printed.err
+    assert "ignored: only the text part is compared" in printed.err
+    text = {name for name in manifest["tensors"] if name.startswith(TEXT_NAMES)}
+    differences = prep.verify("runs/recipe", "m-init").differences
+    assert {difference["tensor"] for difference in differences} <= text
+
+
+@pytest.mark.parametrize("towers", slow_except(["m", "other-mesh"], ["other-mesh"]))
+def test_export_reads_towers_of_named_copy(towers: str, trained: Path):
+    run_ok("reshard", "m-init", "--mesh", "1,2,1", "--no-scan", "--out", "other-mesh")
+    run_ok("export", "runs/recipe", "--out", "a")
+    run_ok("export", "runs/recipe", "--towers", f"./{towers}", "--out", "b")
+    assert safetensors_bytes(Path("a")) == safetensors_bytes(Path("b"))
+
+
+def test_other_towers_are_refused(trained: Path, capsys: pytest.CaptureFixture[str]):
+    write_model("gemma3", Path("other"))
+    capsys.readouterr()
+    lines = error_lines(capsys, "export", "runs/recipe", "--towers", "./other")
+    assert lines[0] == (
+        "error: ./other has other towers than the model of runs/recipe at its start"
+    )
+    assert "--text-only" in lines[-1]
+    shutil.rmtree("other")
+    lines = error_lines(capsys, "export", "runs/recipe", "--towers", "./other")
+    assert lines[0] == "error: the towers of runs/recipe cannot be read"
+    assert not Path("recipe-hf").exists()
+
+
+@pytest.mark.parametrize("start", slow_except(["m-init", "./m", "runs/recipe"], ["m-init"]))
+def test_other_rope_type_is_refused_with_mrope(
+    start: str, trained: Path, capsys: pytest.CaptureFixture[str]
+):
+    scaling = 'rope_scaling = {rope_type = "linear", factor = 2.0}'
+    recipe = Path("recipe.toml").read_text().replace("m-init", start)
+    Path("rope.toml").write_text(recipe.replace("[model]", f"[model]\n{scaling}"))
+    capsys.readouterr()
+    lines = error_lines(capsys, "train", "rope.toml")
+    assert lines[0] == ("error: `model.rope_scaling` of type linear is not supported for qwen3_vl")
+    assert not Path("runs/rope").exists()
+
+
+def test_override_of_rope_type_is_refused_with_mrope(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+):
+    scaling = 'overrides = {rope_scaling = {rope_type = "yarn", factor = 4.0}}'
+    recipe = Path("recipe.toml").read_text()
+    Path("rope.toml").write_text(recipe.replace("[model]", f"[model]\n{scaling}"))
+    capsys.readouterr()
+    lines = error_lines(capsys, "train", "rope.toml")
+    assert lines[0] == "error: `model.overrides` of type yarn is not supported for qwen3_vl"
+    assert not Path("runs/rope").exists()
+
+
+def test_towers_on_the_hub_are_not_requested_offline(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with serve_hub({"o/m": FakeRepo({"config.json": b"{}"})}) as hub:
+        environment = {**os.environ, **hub.environment(tmp_path / "home")}
+        process = run_python(OFFLINE_EXPORT, cwd=tmp_path, env=environment)
+    assert process.returncode != 0
+    assert "the towers of runs/recipe cannot be read" in process.stderr
+    assert hub.requests == []
+
+
+# `prep train --out gs://…`: runs in an object store equal local runs, also after a kill, a stop or a failure.
+
+ROOT = Path(__file__).parents[3]
+URL = "gs://bucket/runs/tiny"
+BUCKET_PREFIX = "bucket/runs/tiny/"
+LOCAL = Path("runs/gs/bucket/runs/tiny")
+SETTINGS = (
+    "mesh=1,2,2",
+    "checkpoint.every=1",
+    "checkpoint.keep=2",
+    "data.holdout=0",
+    "train.steps=4",
+)
+OVERRIDES = set_keys(*SETTINGS)
+EIGHT_DEVICES = set_keys("mesh=1,2,4", *SETTINGS[1:])
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
+    """Make a training folder, and serve an empty store that the environment names."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "PREP_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make_training_folder()
+    with use_objects(monkeypatch) as fake:
+        yield fake
+
+
+def saved(store: FakeObjectStore) -> list[int]:
+    return listed_steps(store.objects_below(BUCKET_PREFIX))
+
+
+def digests(manifest: bytes) -> dict[str, Any]:
+    content = json.loads(manifest)
+    return {key: content[key] for key in ("tensors", "slots", "others")}
+
+
+def bucket_digests(store: FakeObjectStore, step: int) -> dict[str, Any]:
+    return digests(store.objects[f"{BUCKET_PREFIX}{step}/{MANIFEST_FILE}"])
+
+
+def local_digests(run: str, step: int) -> dict[str, Any]:
+    return digests(Path(run, str(step), MANIFEST_FILE).read_bytes())
+
+
+def start(count: int, *words: str, env: dict[str, str] | None = None) -> list[ForkedProcess]:
+    """Start a training in `count` processes with four devices together."""
+    command = ("train", "recipe.toml", "--out", URL, *OVERRIDES, *words)
+    return start_processes(
+        *command, count=count, devices=4 // count, env={"PYTHONPATH": str(ROOT), **(env or {})}
+    )
+
+
+def run_processes(count: int, *words: str, code: int = OK) -> None:
+    results = finish(start(count, *words))
+    assert [result[0] for result in results] == [code] * count, results
+
+
+def train(*words: str) -> int:
+    return main(["train", "recipe.toml", *EIGHT_DEVICES, *words])
+
+
+def test_stopped_and_resumed_run_equals_a_local_run(
+    store: FakeObjectStore, capsys: pytest.CaptureFixture[str]
+):
+    assert train("--out", "local", "-q") == OK
+    assert train("--out", URL, "--stop-after", "2") == STOPPED
+    assert "cannot be locked" not in capsys.readouterr().err
+    assert saved(store) == [1, 2]
+    (LOCAL / METRICS_FILE).unlink()  # as on another host
+    assert train("--out", URL, "--json") == OK
+    report = json.loads(capsys.readouterr().out)
+    assert (report["resumed_at"], report["output"], report["run"]) == (2, f"{URL}/4", URL)
+    assert saved(store) == [3, 4]
+    assert bucket_digests(store, 4) == local_digests("local", 4)
+    names = {path.partition("/")[0] for path in store.objects_below(BUCKET_PREFIX)}
+    assert names == {"3", "4", RECIPE_FILE, METRICS_FILE, ENVIRONMENT_FILE}
+    Path("uploaded.jsonl").write_bytes(store.objects[f"{BUCKET_PREFIX}{METRICS_FILE}"])
+    losses = [
+        [line["loss"] for line in read_metrics(path) if "loss" in line]
+        for path in (Path("uploaded.jsonl"), Path("local", METRICS_FILE))
+    ]
+    assert losses[0] == losses[1]
+    assert (LOCAL / TOKENS_FOLDER).is_dir()
+    assert not Path("gs:").exists()
+
+
+def test_event_files_need_a_folder(store: FakeObjectStore, capsys: pytest.CaptureFixture[str]):
+    assert train("--out", URL, "--set", "log.tensorboard=true", "-q") == USAGE
+    assert '`log.tensorboard = "FOLDER"`' in capsys.readouterr().err
+    assert store.objects == {}
+
+
+def test_other_objects_are_not_a_run(store: FakeObjectStore, capsys: pytest.CaptureFixture[str]):
+    store.objects[f"{BUCKET_PREFIX}photo.png"] = b"x"
+    assert train("--out", URL, "-q") == FAILED
+    assert f"{URL} already exists and is not a run" in capsys.readouterr().err
+    assert list(store.objects) == [f"{BUCKET_PREFIX}photo.png"]
+
+
+def test_refused_save_keeps_earlier_steps(
+    store: FakeObjectStore, capsys: pytest.CaptureFixture[str]
+):
+    store.failing_requests = f"PUT {BUCKET_PREFIX}2/"
+    assert train("--out", URL, "-q") == FAILED
+    error = capsys.readouterr().err
+    assert f"cannot write {URL}/2" in error
+    assert "GOOGLE_APPLICATION_CREDENTIALS" in error
+    assert saved(store) == [1]
+    store.failing_requests = "\0"
+    assert train("--out", URL, "--json") == OK
+    assert json.loads(capsys.readouterr().out)["resumed_at"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["state/d/", "state/manifest.ocdbt", MANIFEST_FILE])
+@pytest.mark.parametrize("count", [1, 2])
+def test_kill_in_an_upload_keeps_earlier_steps(store: FakeObjectStore, count: int, place: str):
+    run_processes(count, "--set", "checkpoint.keep='all'")
+    expected = {step: bucket_digests(store, step) for step in (2, 4)}
+    store.objects.clear()
+    store.requests.clear()
+    line = f"PUT {BUCKET_PREFIX}3/{place}"
+    store.failing_requests, store.stall = line, "silent"
+    running = start(count, "--set", "checkpoint.keep='all'")
+    wait_until(lambda: any(line in request for request in store.requests))
+    for process in running:
+        process.kill()
+    finish(running)
+    assert saved(store) == [1, 2]
+    store.failing_requests = "\0"
+    run_processes(count, "--set", "checkpoint.keep='all'")
+    assert {step: bucket_digests(store, step) for step in (2, 4)} == expected
+    assert not [path for path in store.objects_below(BUCKET_PREFIX) if "/.prep/" in path]
+
+
+@pytest.mark.slow
+def test_processes_save_to_a_bucket_as_to_a_folder(store: FakeObjectStore):
+    """Two processes on a mesh of 2 x 2 devices, resumed by four and by one."""
+    words = set_keys("checkpoint.every=1", "mesh=1,2,2")
+    folder = ["train", "recipe.toml", "--out", "local", *OVERRIDES]
+    results = finish(start_processes(*folder, count=2, devices=2, env={"PYTHONPATH": str(ROOT)}))
+    assert [code for code, _, _ in results] == [OK] * 2, results
+    run_processes(2, *words)
+    assert bucket_digests(store, 4) == local_digests("local", 4)
+    assert len(store.objects_below(f"{BUCKET_PREFIX}4/state/d/")) == 3, (
+        "a file per process, and the index"
+    )
+    run_processes(2, *words, "--restart", "--stop-after", "1", code=STOPPED)
+    run_processes(4, *words, "--stop-after", "1", code=STOPPED)
+    run_processes(1, *words)
+    assert saved(store) == [3, 4]
+    assert main(["verify", URL, "-q"]) == OK

@@ -224,7 +224,6 @@ def test_tokenize_shows_source_and_target(pairs_dir: Path, capsys: pytest.Captur
 
 LENGTH, BOS, EOS = 12, 1, 2
 
-
 PROMPTS_RECIPE = f"""\
 mesh = "1,2,4"
 [model]
@@ -247,7 +246,6 @@ log_every = 1
 [eval]
 at_start = true
 """
-
 
 TEMPLATE = """\
 {%- for message in messages %}
@@ -371,7 +369,6 @@ def test_step_without_loss_is_null_in_the_log(
 # `prep train` on packed documents: the same loss as transformers on each document.
 
 END = 0  # the model's end-of-sequence token
-
 
 PACKED = ("type=json", "path=train.jsonl", "eval_path=eval.jsonl", "holdout=0", "packing=documents")
 

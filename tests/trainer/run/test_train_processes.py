@@ -33,12 +33,9 @@ from trainer.training.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
 
-
 SHORT = set_keys("train.steps=4", "checkpoint.every=2", "optimizer.warmup_steps=1")
 
-
 RELATIVE = 1e-5  # rounding of losses: other orders of the sums over devices
-
 
 GLOO_LINE = re.compile(r"^\[Gloo\]|peer ranks")
 
@@ -225,7 +222,6 @@ def test_generate_without_a_mesh_runs_alone(
 # `train.reduction = "exact"` with `prep train` in real processes.
 
 TIMINGS = ("seconds", "tokens_per_s")
-
 
 EXACT = ("train.reduction=exact", "train.steps=3", "checkpoint.every=0", "data.holdout=0.1")
 

@@ -35,9 +35,7 @@ from trainer.run.start import random_start
 
 pytestmark = pytest.mark.usefixtures("work_dir")
 
-
 PREP_SCRIPT = "import sys; from prepcli.commands.cli.main import main; sys.exit(main())"
-
 
 EXPORTS = {
     "hf-flax": ("--layout", "hf-flax"),
@@ -282,9 +280,7 @@ def test_plan_takes_the_config_of_a_random_start(
 
 EMBEDDING = "params.embed.tokens"
 
-
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
-
 
 SHORT = ["train.steps=3", "checkpoint.every=3", "data.holdout=0"]
 

@@ -40,12 +40,9 @@ from trainer.training.metrics import METRICS_FILE, read_metrics
 
 pytestmark = pytest.mark.waits
 
-
 TRAIN = ("train", "recipe.toml", "--out", "run", "--set", "train.eval_every=5")
 
-
 MEASURED = ("seconds", "tokens_per_s")
-
 
 # The process sends the signal to itself before batch 1 of the evaluation after the step in `argv`.
 SIGNAL_IN_EVALUATION = f"""
@@ -64,7 +61,6 @@ def report_and_signal(self, done, total):
 Loop._report_progress = report_and_signal
 {PREP}
 """
-
 
 # A phase of the run touches a file, and does not end.
 ENDLESS_PHASE = f"""
@@ -158,7 +154,6 @@ Loop.run = run_and_listen
 """
 SAMPLES = ('log.samples="w1 w2"', "log.sample_tokens=4")
 
-
 AT_THE_END = (*SAMPLES, "checkpoint.dtype=bfloat16", "checkpoint.optimizer_state=false")
 AT_THE_START = (*SAMPLES, "eval.at_start=true")
 AT_AN_EARLY_END = (*SAMPLES, "train.eval_every=1", "eval.patience=1", "optimizer.lr=1e-30")
@@ -218,12 +213,9 @@ loop.evaluate = evaluate_slowly
 {PREP}
 """
 
-
 NUM_MOMENTS = 20
 
-
 GRACE_S = 30
-
 
 # From the end of the compilation: evaluations, the steps between them, and saves
 MAX_MOMENT_S = 80
@@ -269,9 +261,7 @@ def test_stops_at_random_moments_lose_no_step(work_dir: Path):
 
 TERMINATED, INTERRUPT = (signal.SIGTERM, STOPPED), (signal.SIGINT, INTERRUPTED)
 
-
 WORDS = ("train", "recipe.toml", "--out", "run", "--json", "--set", "train.steps=3")
-
 
 # The first file of an export never reaches the disk, so that a signal arrives before the export is complete. The file
 # `waits` tells that the steps of the run have ended.
@@ -318,7 +308,6 @@ def check_message(report: dict[str, Any], number: signal.Signals, missing: str) 
 
 # The loss is that of the start after each step, so that the run ends early with step 3.
 ENDS_EARLY = ("optimizer.lr=1e-30", "train.eval_every=1", "eval.patience=3")
-
 
 EARLY_WORDS = (
     *(*WORDS[:-1], "train.steps=9", "--set", "checkpoint.export_every=3"),
@@ -394,12 +383,9 @@ def test_restart_during_the_push_is_refused(work_dir: Path):
 
 WAIT_S = 240.0
 
-
 RUN = Path("runs/recipe")
 
-
 SIX_STEPS = ("train", "recipe.toml", *set_keys("train.steps=6", "data.holdout=0"))
-
 
 # The start has read the saved steps. It goes on once the file `continue` exists.
 WAITING_PREP = f"""

@@ -238,9 +238,7 @@ def test_exchanged_leaf_may_have_a_row_dim_that_is_not_the_first():
 # Each unit, and each way to split a leaf.
 UNITS = ((1, 4, 48), (1, 32, 48), (6, 32, 48), ())
 
-
 AXES = ((None, "fsdp", "mp"), (None, "mp", None), ("mp", None, "fsdp"))
-
 
 FAST_FILLS = [*((unit, AXES[0]) for unit in UNITS), (UNITS[0], AXES[1]), (UNITS[1], AXES[2])]
 

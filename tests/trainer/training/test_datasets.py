@@ -49,14 +49,12 @@ lr = 1e-3
 steps = 1
 """
 
-
 SPANS = (
     "data.objective=span_corruption",
     "data.source_length=10",
     "data.seq_length=6",
     "data.fields=prompt+completion",
 )
-
 
 LINES = """\
 {"prompt": "the cat", "completion": "the hat sat", "how": "[prompt+completion], prompt"}

@@ -21,7 +21,7 @@ from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.training_folder import write_tokenizer
 from tests.helpers.waiting import MAX_S
-from tests.trainer.training.test_samples import make_sampler
+from tests.trainer.training.test_loop import make_sampler
 from trainer.data.tokenizer import load_tokenizer
 from trainer.distributed.sharding import ShardingContext
 from trainer.training import loop as loop_module
@@ -241,7 +241,6 @@ def test_failed_profile_does_not_end_the_run(
 # Stop signals between the steps of a loop: before and during evaluations and samples, and the resumed run.
 
 STEPS = 6
-
 
 SAMPLES_FILE = "samples.jsonl"
 

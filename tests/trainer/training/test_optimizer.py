@@ -54,7 +54,6 @@ from trainer.training.step import StepSetup, leaf_name, state_shapes
 
 ROUNDED = ("embed.tokens", "layers.attn.q.weight", "layers.mlp.up.weight", "final_norm.scale")
 
-
 FREEZE = ("embed", "re:attn_norm|mlp\\.down")
 
 
@@ -242,7 +241,6 @@ RULE_KEYS: dict[str, dict[str, Any]] = {
     "palm": {"decay_rate": 0.7, "momentum": 0.5, "scale_by": "stacked"},
 }
 
-
 # Keys of all optimizers that rules read.
 COMMON_KEYS: dict[str, Any] = {
     "weight_decay": 0.3,
@@ -301,17 +299,13 @@ LATER = {
     **{name: LATER_FAMILIES[name] for name in ("diffllama", "doge", "gpt_neox_japanese")},
 }
 
-
 CONFIGS = {"llama": LLAMA, "gpt_neo": GPT_NEO, **FAMILY_CONFIGS, **HYBRID_FAMILIES, **LATER}
-
 
 # The Trainer finds norms by their names, and misses this one.
 UNRECOGNIZED_NORMS = {"backbone.norm_f.weight", "model.norm_f.weight"}
 
-
 # Prefix in files -> prefix in the model, where transformers renames tensors.
 RENAMED = {"nemotron_h": ("backbone.", "model.")}
-
 
 BIASES = {"encoder.relative_positions.weight", "decoder.relative_positions.weight"}
 
@@ -364,7 +358,6 @@ def test_relative_position_biases_decay_if_included():
 
 # Rounding differences of float32 between two programs.
 TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
-
 
 # A leaf of each number of axes. Every further leaf takes time to compile. They have the order of a tree: the
 # gradients of `random_gradients` depend on it.

@@ -97,9 +97,7 @@ def test_error_names_the_invalid_json_line(tmp_path: Path, line: str, what: str,
 
 LIMIT = 64 << 20
 
-
 SCALARS = st.none() | st.booleans() | st.integers() | st.text('a"\\/[]{},:\n\u2028é😀', max_size=8)
-
 
 VALUES = st.recursive(
     SCALARS,
@@ -109,9 +107,7 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 
-
 ROWS = st.lists(st.dictionaries(st.text("ab,]", max_size=2), VALUES, max_size=3), max_size=5)
-
 
 LAYOUTS = st.fixed_dictionaries(
     {
@@ -367,7 +363,6 @@ def test_invalid_header_is_never_skipped(tmp_path: Path):
 
 LINE_LIMIT = 100
 
-
 LONG = b"a" * 5000
 
 
@@ -462,9 +457,7 @@ def test_frame_with_a_large_window_is_refused():
 
 GOOD = '{"text": "the cat sat on the mat"}'
 
-
 LINES = [GOOD, "{", '{"body": "x"}', "", '{"text": 3}', GOOD, '{"text": "\\ud800"}', "[]", GOOD]
-
 
 N_BAD = 5
 
@@ -527,17 +520,13 @@ def test_invalid_utf8_in_a_line_can_be_skipped(config: TokenizeConfig, tmp_path:
 
 SHOWN = "{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}"
 
-
 REFUSED = f"{{% if messages[0].role == 'system' %}}{{{{ raise_exception('no system') }}}}{{% endif %}}{SHOWN}"
-
 
 ENDLESS = REFUSED.replace(
     "{{ raise", "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2 + "{{ raise"
 )
 
-
 HUGE = REFUSED.replace("raise_exception('no system')", "'x' * 10**12")
-
 
 N_REFUSED = 16
 

@@ -42,7 +42,6 @@ from trainer.recipe.text_fields import FileType
 
 ROWS = [{"id": str(i), "text": f"cat {i}"} for i in range(20)]
 
-
 TYPES: Mapping[str, FileType] = {
     "a.parquet": "parquet",
     "file.arrow": "arrow",
@@ -177,9 +176,7 @@ def function_call(name: str, **arguments: Any) -> dict[str, Any]:
 # Each tool has its own parameters and each call its own arguments, so that Arrow fills all of them with nulls.
 WEATHER = schema_of("weather", city={"type": "string"})
 
-
 SUM = schema_of("sum", a={"type": "integer"}, b={"type": "array", "items": {"type": "integer"}})
-
 
 CHATS = [
     {
@@ -206,7 +203,6 @@ CHATS = [
     },
     {"messages": [user("Hi"), {"role": "assistant", "content": "Hello!"}], "tools": None},
 ]
-
 
 TABLES: Mapping[str, FileType] = {
     "a.parquet": "parquet",
@@ -544,7 +540,6 @@ def test_end_of_the_process_between_two_parts_is_an_error(
 # Estimated sizes of Arrow values count what they become, not the bytes that they share.
 
 ENTRIES = pa.array([[("a", 1)], [("b", 2), ("cc", 3)]], pa.map_(pa.string(), pa.int64()))
-
 
 UNION = pa.UnionArray.from_sparse(
     pa.array([0, 1], pa.int8()), [pa.array([1, 2]), pa.array(["a", "b"])]

@@ -45,7 +45,6 @@ from trainer.recipe.text_fields import DataType, FileType
 
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
-
 LLAMA3 = pre_tokenizers.Split(
     Regex(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -53,7 +52,6 @@ LLAMA3 = pre_tokenizers.Split(
     ),
     "isolated",
 )
-
 
 LINES = st.lists(
     st.text(st.sampled_from("ab1.'\n\n  \r\t\u3000\u00a0\u2028\u0301é日😀"), max_size=12),
@@ -161,7 +159,6 @@ def test_split_text_reads_lazily():
 # Compressed data files: they are read to their end, and damage is an error.
 
 LINES_OF_TEXT = "a line of text\n" * 40_000
-
 
 COMPRESS = {".gz": gzip.compress, ".zst": zstandard.compress}
 
@@ -321,7 +318,6 @@ def test_limit_counts_a_long_text_once(tmp_path: Path, monkeypatch: pytest.Monke
 # The same records give the same tokens, whatever the type and the compression of their file.
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), max_size=20)
-
 
 ROWS = [{"id": str(i), "text": f'{TEXT[:i]}, "é" 😀\n{i}'} for i in range(23)]
 

@@ -195,7 +195,6 @@ def test_header_of_an_array_has_a_limit(tmp_path: Path):
 # Documents of sequences. One has an end token inside, one no sequence, and one a sequence without ids.
 DOCUMENTS = [[[5, EOS, 7], [8]], [[9, EOS]], [], [[], [250]], [[3] * 40]]
 
-
 CODES = {"uint8": 1, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 
 

@@ -40,9 +40,7 @@ from trainer.nn.model_spec import AttentionOptions
 # The unit roundoff of float32.
 UNIT_ROUNDOFF = 2.0**-24
 
-
 SEEDS = (0, 4, 5, 8, 9, 12, 14, 15, 24, 38, 50, 56, 272)
-
 
 # The problems of these seeds have every window, chunk size, mask, bias and softcap.
 FAST_SEEDS = (15, 24, 38, 56, 272)
@@ -372,23 +370,17 @@ def test_alibi_matches_reference(window: int):
 
 NUM_ROWS, LENGTH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 3, 19, 4, 2, 8
 
-
 RATE, SCALE = 0.3, 0.5
-
 
 REFERENCE = AttentionOptions()
 
-
 TILES = [(5, 3), (8, 64), (-1, 7), (19, 1), (1, -1)]
 
-
 MASKS = ("causal", "window and hidden keys", "bidirectional with bias")
-
 
 VISIBLE_SHAPES: dict[str, tuple[int, ...]] = dict(
     zip(MASKS, ((1, 1, LENGTH, LENGTH), (NUM_ROWS, 1, LENGTH, LENGTH), (1, 1, 1, 1)))
 )
-
 
 BIAS = RelativePositionBias(8, 16, bidirectional=True)
 
@@ -501,9 +493,7 @@ def kept(dropout: AttentionDropout, q_positions: np.ndarray, kv_positions: np.nd
 
 OPTIONS = [REFERENCE, *(AttentionOptions("blockwise", *sizes) for sizes in TILES[:2])]
 
-
 CASES = [(name, options) for name in MASKS for options in OPTIONS]
-
 
 # Cases with each mask and each kernel.
 FAST = [*zip(MASKS[::-1], OPTIONS)]
@@ -535,7 +525,6 @@ def test_mask_follows_positions_rows_and_heads_in_any_order():
 # Tests of attention with sinks, and with values of another width than keys, against dense attention in float64.
 
 ROWS, SINK_LENGTH, KV_HEADS, GROUP, KEY_WIDTH, VALUE_WIDTH = 2, 24, 2, 3, 6, 4
-
 
 Inputs = dict[str, Array]
 
@@ -594,9 +583,7 @@ def outputs_and_gradients(function: Any, inputs: dict[str, np.ndarray], dtype: A
 
 WINDOWS = (FULL_ATTENTION, 5)
 
-
 SINK_KERNELS = (("reference", 1), ("blockwise", 1), ("blockwise", 2))
-
 
 SINK_CASES = [(*kernel, window) for window in WINDOWS for kernel in SINK_KERNELS]
 

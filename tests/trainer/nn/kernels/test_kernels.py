@@ -37,9 +37,7 @@ from trainer.nn.model_spec import AttentionOptions
 
 CPU = DeviceKind("cpu")
 
-
 CAUSAL = frozenset({AttentionFeature.CAUSAL})
-
 
 MODELS = {
     "llama": CAUSAL | {AttentionFeature.GROUPED_HEADS},
@@ -149,7 +147,6 @@ WRONG: dict[str, tuple[AttentionKernel, AttentionFeature]] = {
     "other groups": (interleave_groups, AttentionFeature.GROUPED_HEADS),
     "no gradient of keys": (stop_gradient, AttentionFeature.CAUSAL),
 }
-
 
 # Mistakes in other parts of the mask and of the scores than these are found in the same way.
 SHOWN = (
@@ -286,12 +283,9 @@ def test_each_device_calls_cudnn_for_its_rows_and_heads():
 
 SPLASH_HEADS, SPLASH_KV_HEADS, SPLASH_HEAD_DIM, SPLASH_ROWS = 4, 2, 8, 2
 
-
 ARCH = dataclasses.replace(make_arch(), attn_scale=0.3)
 
-
 SPLASH = partial(splash_attention, interpret=True)
-
 
 Heads = tuple[Array, Array, Array]
 
@@ -343,7 +337,6 @@ def check(length: int, mask: dict[str, Any], softcap: float = NO_SOFTCAP) -> Non
 
 
 SEGMENTS = np.sort(np.random.default_rng(1).integers(0, 3, (SPLASH_ROWS, 640)), axis=1)
-
 
 CASES: dict[str, tuple[int, dict[str, Any], float]] = {
     "padded": (100, {}, NO_SOFTCAP),
@@ -464,15 +457,11 @@ def test_blocks_divide_the_length():
 
 CALL_LENGTH = 4
 
-
 POSITIONS, IDS = jnp.arange(CALL_LENGTH), jnp.zeros((1, CALL_LENGTH), jnp.int32)
-
 
 CALL_CAUSAL: dict[str, Any] = {"q_positions": POSITIONS, "kv_positions": POSITIONS}
 
-
 BIAS = ScoreBias(jnp.zeros((8, 2)), RelativePositionBias(8, 16, bidirectional=False))
-
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "encoder": (CALL_CAUSAL | {"is_causal": False}, "attention without a causal mask"),
