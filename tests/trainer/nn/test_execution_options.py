@@ -302,7 +302,7 @@ def feed_forward(x: Array, weights: Mapping[str, Array], constants: None = None)
     return jax.nn.silu(x @ weights["up"]) @ weights["down"]
 
 
-@pytest.mark.parametrize("chunk_size", [-1, 1, 4, 13, 100])
+@pytest.mark.parametrize("chunk_size", slow_except([-1, 1, 4, 13, 100], [-1, 4]))
 def test_chunks_change_neither_output_nor_gradients(chunk_size: int):
     def loss(x: Array, weights: Mapping[str, Array]) -> tuple[Array, Array]:
         output = over_token_chunks(feed_forward, x.shape[1], chunk_size)(x, weights, None)

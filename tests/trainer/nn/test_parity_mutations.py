@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from prepcli.commands.testing.tiny_model import model_logits, tiny_transformer
-from prepcli.models.architecture import FULL_ATTENTION, NO_CLIP, NO_SOFTCAP, ArchConfig
-from prepcli.models.layer_config import Alibi, ClampedSwiglu, RelativePositionBias, alibi_slopes
-from prepcli.models.rope_config import QueryScale, Rope
+from prepcli.models.architecture import NO_CLIP, NO_SOFTCAP, ArchConfig
+from prepcli.models.layer_config import RelativePositionBias
+from prepcli.models.rope_config import Rope
 from tests.golden.make_decoders import load
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_parity import LOGITS_ATOL, max_short_logit_error
@@ -101,24 +101,14 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {
     ("gpt2", "unscaled scores"): change(attn_scale=1.0),
     ("apertus", "queries without rotation"): change_rope(num_turning_pairs=0),
     ("bitnet", "plain rectifier"): change(activation="relu"),
-    ("codegen", "half-split rotary pairs"): change(rotary_pairs="half_split"),
     ("diffllama", "plain attention"): change(has_differential_attention=False),
     ("doge", "no scores of keys"): change(has_key_scores=False),
     ("gpt_neox_japanese", "parallel block"): change(block_type="parallel"),
     ("gemma4_text", "values without a norm"): change(has_plain_value_norm=False),
-    ("gemma4_text", "rotation of whole heads"): change_rope(num_turning_pairs=6),
     ("gemma4_text", "layers without inputs"): change(block_type="sandwich"),
     ("gpt2", "epsilon 2 % off"): change(norm_eps=1.02e-3),
     ("gpt2", "exact gelu"): change(activation="gelu"),
     ("gpt_neo", "window 1 larger"): change(sliding_windows=(0, 4, 0)),
-    ("gpt_neo", "window 1 smaller"): change(sliding_windows=(0, 2, 0)),
-    ("gpt_neo", "window in another layer"): change(sliding_windows=(3, 0, 0)),
-    ("gpt_neo", "no window"): change(sliding_windows=(0, 0, 0)),
-    ("gpt_neo", "epsilon of another family"): change(norm_eps=1e-5),
-    ("llama", "epsilon 2 % off"): change(norm_eps=1.02e-3),
-    ("gpt_neo", "scaled scores"): change(attn_scale=8**-0.5),
-    ("llama", "attention scale 0.1 % off"): change(attn_scale=0.25 * 1.001),
-    ("gpt_neo", "exact gelu"): change(activation="gelu"),
     ("gpt_neo", "quick gelu"): change(activation="quick_gelu"),
     ("llama", "gelu for the gate"): change(activation="gelu_new"),
     ("llama", "theta 1 % off"): change_rope(theta=10_100.0),
@@ -134,89 +124,44 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {
     ("gptj", "half-split rotary pairs"): change(rotary_pairs="half_split"),
     ("gptj", "larger rotary dim"): change_rope(rotary_dim=6),
     ("gptj", "sequential block"): change(block_type="pre"),
-    ("gptj", "another theta"): change_rope(theta=9_900.0),
     ("opt", "positions from row 0"): change(position_offset=0),
     ("opt", "no final norm"): change(has_final_norm=False),
-    ("opt-350m", "final norm"): change(has_final_norm=True),
     ("opt", "norms after"): change(block_type="post"),
-    ("opt-350m", "norms before"): change(block_type="pre"),
-    ("gpt_neox", "smaller rotary dim"): change_rope(rotary_dim=2),
-    ("gpt_neox", "rotary dim of the whole head"): change_rope(rotary_dim=8),
-    ("gpt_neox", "interleaved rotary pairs"): change(rotary_pairs="interleaved"),
-    ("gpt_neox", "sequential block"): change(block_type="pre"),
     ("gpt_neox", "one norm"): change(block_type="parallel_one_norm"),
-    ("gpt_neox-serial", "parallel block"): change(block_type="parallel"),
-    ("gpt_neox", "tanh gelu"): change(activation="gelu_new"),
     ("mistral", "window 1 larger"): change_window(6),
-    ("mistral", "window 1 smaller"): change_window(4),
     ("mixtral", "one expert per token"): change(experts_per_token=1),
-    ("mixtral", "all experts per token"): change(experts_per_token=3),
     ("mixtral", "unnormalized expert weights"): change_router(is_normalized=False),
-    ("mixtral", "theta of another family"): change_rope(theta=1e6),
-    ("qwen3_moe", "three experts per token"): change(experts_per_token=3),
-    ("qwen3_moe", "unnormalized expert weights"): change_router(is_normalized=False),
     ("qwen2_moe", "layers with experts swapped"): change(dense_layers=(1,)),
     ("gpt_oss", "plain SwiGLU"): change(clamped_swiglu=None),
-    ("gpt_oss", "another limit"): change(clamped_swiglu=ClampedSwiglu(alpha=2.0, limit=0.41)),
-    ("gpt_oss", "another alpha"): change(clamped_swiglu=ClampedSwiglu(alpha=1.702, limit=0.4)),
     ("deepseek_v2", "greedy choice"): change_router(num_groups=1, groups_per_token=1),
     ("deepseek_v2", "unscaled weights"): change_router(scale=1.0),
-    ("deepseek_v2", "half-split rotary pairs"): change(rotary_pairs="half_split"),
     ("deepseek_v3", "softmax scores"): change_router(scores="softmax"),
-    ("deepseek_v3", "unnormalized expert weights"): change_router(is_normalized=False),
     ("deepseek_v3", "epsilon of other norms for latents"): change(latent_norm_eps=1e-3),
-    ("deepseek_v3", "scores without the factor of yarn"): change(attn_scale=10**-0.5),
-    ("dots1", "normalized expert weights"): change_router(is_normalized=True),
-    ("ernie4_5_moe", "half-split rotary pairs"): change(rotary_pairs="half_split"),
-    ("olmoe", "norms per head"): change(qk_norm_axes="head"),
     ("granitemoe", "unscaled residuals"): change(residual_scale=1.0),
-    ("qwen2", "epsilon 2 % off"): change(norm_eps=1.02e-3),
-    ("qwen3", "unscaled scores"): change(attn_scale=1.0),
     ("gemma", "norm scale without offset"): change(norm="rms"),
     ("gemma", "unscaled embeddings"): change(embed_scale=1.0),
-    ("gemma", "exact gelu"): change(activation="gelu"),
-    ("gemma2", "no score softcap"): change(attn_logit_softcap=NO_SOFTCAP),
     ("gemma2", "another score softcap"): change(attn_logit_softcap=1.51),
     ("gemma2", "no logit softcap"): change(final_logit_softcap=NO_SOFTCAP),
-    ("gemma2", "another logit softcap"): change(final_logit_softcap=2.01),
-    ("gemma2", "no norms after"): change(block_type="pre"),
-    ("gemma2", "scores scaled by head width"): change(attn_scale=10**-0.5),
-    ("gemma2", "window in the other layer"): change(
-        sliding_windows=(FULL_ATTENTION, 5, FULL_ATTENTION)
-    ),
-    ("gemma2", "window 1 larger"): change_window(6),
     ("gemma3_text", "one rope for all layers"): change(local_rope=None),
     ("gemma3_text", "swapped ropes"): swap_ropes,
-    ("gemma3_text", "no window"): change_window(FULL_ATTENTION),
-    ("t5", "scaled scores"): change(attn_scale=6**-0.5),
     ("t5", "scaled scores of the encoder"): change_encoder(attn_scale=6**-0.5),
-    ("t5", "epsilon 2 % off"): change(norm_eps=0.102),
     ("t5", "another epsilon of the encoder"): change_encoder(norm_eps=1e-6),
     ("t5", "unscaled LM head input"): change(lm_head_input_scale=1.0),
-    ("t5-gated", "scaled LM head input"): change(lm_head_input_scale=0.25),
-    ("t5", "gelu"): change(activation="gelu_new"),
-    ("t5-gated", "exact gelu"): change(activation="gelu"),
     ("t5-gated", "exact gelu of the encoder"): change_encoder(activation="gelu"),
     ("t5", "bidirectional buckets"): change(score_bias=bias_config(40, True)),
     ("t5", "unidirectional buckets of the encoder"): change_encoder(
         score_bias=bias_config(40, False)
     ),
-    ("t5", "smaller maximum of the encoder"): change_encoder(score_bias=bias_config(20, True)),
     ("t5-gated", "rope for bias"): change(score_bias=None, rope=Rope(6, 1e4, 9)),
-    ("olmo2", "norms of inputs too"): change(block_type="sandwich"),
     ("olmo2", "norms of each head"): change(qk_norm_axes="head"),
     ("smollm3", "rotation in all layers"): change(layers_without_rope=()),
     ("nanochat", "rotation forwards"): change_rope(is_reversed=False),
     ("nanochat", "embeddings without a norm"): change(has_plain_embed_norm=False),
     ("phimoe", "softmax of all logits"): change_router(mixing_range=1e9),
-    ("phimoe", "one expert in each softmax"): change_router(mixing_range=0.0),
     ("llama4_text", "no chunks"): change(chunked_layers=()),
     ("llama4_text", "chunks 1 larger"): change(attention_chunk=7),
     ("llama4_text", "no norms of queries and keys"): change(has_plain_qk_norm=False),
     ("llama4_text", "scores on the output of experts"): change_router(scales_input=False),
-    ("granite", "unscaled outputs of sublayers"): change(residual_scale=1.0),
-    ("granite", "scores scaled by the head width"): change(attn_scale=8**-0.5),
-    ("granite", "unscaled logits"): change(lm_head_input_scale=1.0),
     ("falcon_h1", "unscaled input of attention"): change(attn_input_scale=1.0),
     ("falcon_h1", "unscaled output of attention"): change(attn_output_scale=1.0),
     ("falcon_h1", "unscaled gate"): change(gate_scale=1.0),
@@ -227,20 +172,9 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {
     ("falcon_h1", "unscaled output of the mixer"): change_mixer(output_scale=1.0),
     ("nemotron_h", "squared ReLU in the mixer"): change_mixer(activation=None),
     ("falcon_mamba", "no norms in the mixer"): change_mixer(plain_norm_eps=None),
-    ("falcon_mamba", "epsilon of other norms in the mixer"): change_mixer(plain_norm_eps=1e-3),
-    ("nemotron_h", "plain ReLU"): change(activation="relu"),
-    ("glm4", "no norms of outputs"): change(block_type="pre"),
-    ("glm", "half-split rotary pairs"): change(rotary_pairs="half_split"),
     ("olmo", "no bounds of projections"): change(qkv_clip=NO_CLIP),
-    ("cohere", "half-split rotary pairs"): change(rotary_pairs="half_split"),
-    ("cohere2", "rotation in all layers"): change(layers_without_rope=()),
-    ("exaone4", "norms of inputs too"): change(block_type="sandwich"),
     ("hunyuan_v1_dense", "QK norms before rotation"): change(rotates_before_qk_norm=False),
     ("nemotron", "scales without offset"): change(norm="layer"),
-    ("arcee", "ReLU"): change(activation="relu"),
-    ("bloom", "slopes of 4 heads"): change(score_bias=Alibi(alibi_slopes(4)[:3])),
-    ("umt5", "bidirectional buckets"): change(score_bias=bias_config(40, True)),
-    ("phi3", "half of the rotary dim"): change_rope(rotary_dim=2),
     ("phi3-longrope", "another short factor"): change_rope(short_factors=(1.0, 1.5, 2.6, 4.0)),
     ("phi3-longrope", "no attention factor"): change_rope(attention_factor=1.0),
     ("phi3-longrope", "long factors"): change_rope(original_max_positions=6),
@@ -252,14 +186,9 @@ LONG_MUTATIONS: dict[tuple[str, str], Mutation] = {
     ("llama-dynamic", "unscaled positions"): change_rope(rope_type="default"),
     ("deepseek_v3", "groups by maximum"): change_router(group_score="maximum"),
     ("t5", "one bucket less"): change(score_bias=bias_config(40, False, 8)),
-    ("t5", "smaller maximum distance"): change(score_bias=bias_config(39, False)),
-    ("t5", "larger maximum distance"): change(score_bias=bias_config(41, False)),
     ("t5-gated", "larger maximum of the encoder"): change_encoder(score_bias=bias_config(44, True)),
     ("llama4_text", "no growth of queries"): change(query_scale=None),
     ("ministral3", "no growth of queries"): change_rope(query_scale=None),
-    ("ministral3", "another step of the growth"): change_rope(
-        query_scale=QueryScale(beta=0.3, step_length=17)
-    ),
     ("phi3-longrope", "short factors for all"): change_rope(original_max_positions=300),
     ("phi3-longrope", "another long factor"): change_rope(long_factors=(2.0, 3.0, 5.0, 9.1)),
 }
@@ -278,32 +207,23 @@ FAST = (
 )
 
 
-def in_suite(mutations: Mapping[tuple[str, str], Mutation]) -> list[Any]:
-    """Return the cases of mutations; those that are not fast are slow."""
-    return slow_except(mutations, lambda case: case in FAST)
-
-
-@pytest.mark.parametrize(("name", "mistake"), in_suite(MUTATIONS))
-def test_mutation_changes_short_logits(name: str, mistake: str):
+@pytest.mark.parametrize(
+    ("name", "mistake"), slow_except([*MUTATIONS, *LONG_MUTATIONS], lambda case: case in FAST)
+)
+def test_mutation_changes_logits(name: str, mistake: str):
     golden = load(name)
     tiny = tiny_transformer(golden.config)
-    mutant = dataclasses.replace(
-        tiny.model, arch_config=MUTATIONS[name, mistake](tiny.model.arch_config)
-    )
-    logits = model_logits(mutant, tiny.params_from_tensors(golden.tensors), golden.short)
-    assert max_short_logit_error(golden, logits) > LOGITS_ATOL
+    is_long = (name, mistake) in LONG_MUTATIONS
+    mutate = (LONG_MUTATIONS if is_long else MUTATIONS)[name, mistake]
+    mutant = dataclasses.replace(tiny.model, arch_config=mutate(tiny.model.arch_config))
+    batch = golden.long if is_long else golden.short
+    logits = model_logits(mutant, tiny.params_from_tensors(golden.tensors), batch)
+    if is_long:
+        error = abs(logits - golden.long_logits).max()
+    else:
+        error = max_short_logit_error(golden, logits)
+    assert error > LOGITS_ATOL
 
 
 def test_each_fast_mutation_is_a_known_mutation():
     assert {*FAST} <= MUTATIONS.keys() | LONG_MUTATIONS.keys()
-
-
-@pytest.mark.parametrize(("name", "mistake"), in_suite(LONG_MUTATIONS))
-def test_mutation_changes_long_logits(name: str, mistake: str):
-    golden = load(name)
-    tiny = tiny_transformer(golden.config)
-    mutant = dataclasses.replace(
-        tiny.model, arch_config=LONG_MUTATIONS[name, mistake](tiny.model.arch_config)
-    )
-    logits = model_logits(mutant, tiny.params_from_tensors(golden.tensors), golden.long)
-    assert abs(logits - golden.long_logits).max() > LOGITS_ATOL

@@ -24,7 +24,7 @@ from prepcli.core.errors import USAGE, PrepError
 from prepcli.models.activation_memory import REMAT_POLICIES
 from prepcli.models.param_tree import Tree, flatten_tree
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_configs import GOLDEN, GPT_NEO, LLAMA, T5, T5_GATED
+from tests.helpers.tiny_configs import GOLDEN, GPT_NEO, LLAMA, T5
 from trainer.nn import transformer
 from trainer.nn.initialization import init_leaves, init_params
 from trainer.nn.model_spec import ForwardConfig
@@ -93,19 +93,6 @@ def test_scan_of_one_leaf_per_layer_is_rejected():
             params, jnp.zeros((1, 2), jnp.int32), tiny.model, ForwardConfig(scan_layers=True)
         )
     assert caught.value.code == USAGE
-
-
-def test_logits_depend_on_earlier_tokens_only():
-    tiny = tiny_transformer(GPT_NEO)
-    params, tokens = (
-        tiny.params_from_tensors(random_tensors(GPT_NEO)),
-        random_batch(29, 1, 7)["tokens"],
-    )
-    changed = tokens.copy()
-    changed[0, 4] = (changed[0, 4] + 1) % 29
-    before, after = (model_logits(tiny.model, params, {"tokens": ids}) for ids in (tokens, changed))
-    np.testing.assert_array_equal(before[:, :4], after[:, :4])
-    assert (abs(before - after).max(-1)[0, 4:] > 0).all()
 
 
 @pytest.mark.parametrize(
@@ -195,28 +182,6 @@ def test_source_padding_does_not_change_logits():
         **{name: batch[name][1:, :length] for name in ("source", "present")},
     }
     np.testing.assert_allclose(compute_logits(params, short)[0], logits[1], atol=5e-6)
-
-
-def test_logits_depend_on_all_of_source_and_earlier_targets():
-    tiny = tiny_transformer(T5_GATED)
-    params, batch = (
-        tiny.params_from_tensors(random_tensors(T5_GATED)),
-        random_batch(29, 1, 7, has_source=True),
-    )
-    batch["present"][:] = True
-    compute_logits = compile_logits(tiny)
-    logits = compute_logits(params, batch)
-
-    def change_of_logits(name: str, index: int) -> np.ndarray:
-        tokens = batch[name].copy()
-        tokens[0, index] = (tokens[0, index] + 1) % 29
-        return abs(compute_logits(params, batch | {name: tokens}) - logits).max(-1)
-
-    assert (change_of_logits("source", 11) > 1e-4).all()
-    assert (change_of_logits("source", 0) > 1e-4).all()
-    change = change_of_logits("tokens", 4)
-    assert not change[:, :4].any()
-    assert (change[:, 4:] > 1e-4).all()
 
 
 def test_encode_without_mask_equals_full_mask():

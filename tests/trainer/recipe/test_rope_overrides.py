@@ -70,15 +70,6 @@ def test_yarn_frequencies_follow_the_paper():
     assert read_rope(config).attention_factor == pytest.approx(0.1 * np.log(4) + 1)
 
 
-def test_ntk_theta_divides_the_lowest_frequency_by_the_factor():
-    factor, dim = 4.0, 16
-    theta = 10_000 * factor ** (dim / (dim - 2))
-    changed = inverse_frequencies(read_rope(override_rope(LLAMA, rope_table(theta=theta))), 64)
-    default = inverse_frequencies(read_rope(LLAMA), 64)
-    assert changed[0] == default[0]
-    assert changed[-1] == pytest.approx(default[-1] / factor, rel=1e-5)
-
-
 @pytest.mark.parametrize("kind", ROPES)
 def test_override_gives_the_rope_of_a_golden_file(kind: str):
     """`tests/trainer/nn/test_parity.py` compares these configs with the results of transformers."""
@@ -283,11 +274,6 @@ def test_check_rope_scaling_rejects_invalid_tables(scaling: dict[str, Any], what
         check_rope_scaling(scaling)
     assert (caught.value.code, caught.value.what) == (USAGE, what)
     assert caught.value.hint.startswith(hint)
-
-
-@pytest.mark.parametrize("scaling", [YARN, LLAMA3, DYNAMIC, LONG_ROPE, {"rope_type": "default"}])
-def test_check_rope_scaling_accepts_published_tables(scaling: dict[str, Any]):
-    check_rope_scaling(scaling)
 
 
 # The tables of `data.sources`: each has the keys of its dataset, and errors name the table and the key.

@@ -35,7 +35,6 @@ from trainer.recipe.optimizer_tables import (
 from trainer.recipe.tables import KEY_SCHEMAS, Batch, Recipe, keys_of
 from trainer.recipe.text_fields import (
     Field,
-    FieldList,
     TextField,
     TokenField,
     TokenIdsField,
@@ -505,14 +504,8 @@ def llamabpt_palm(s: int, n: int) -> float:
     return (0.005 / 0.01) / math.sqrt(max(s, 10))
 
 
-def redco(s: int, n: int) -> float:
-    """redco, deployers/utils.py: linear to 2e-5 over a tenth of the steps, then linear to 0."""
-    warmup = n // 10
-    return 2e-5 * s / warmup if s < warmup else 2e-5 * (1 - (s - warmup) / (n - warmup))
-
-
 def redco_cosine(s: int, n: int) -> float:
-    """redco, deployers/utils.py: the same warm-up, then a cosine to 0."""
+    """redco, deployers/utils.py: linear to 2e-5 over a tenth of the steps, then a cosine to 0."""
     warmup = n // 10
     return (
         2e-5 * s / warmup
@@ -529,8 +522,6 @@ LLAMABPT = AdamWTable(
 
 PALM = PalmTable(type="palm", lr=0.005, warmup_steps=10)
 
-REDCO = AdamWTable(lr=2e-5, warmup_ratio=0.1)
-
 REDCO_COSINE = AdamWTable(lr=2e-5, warmup_ratio=0.1, schedule="cosine")
 
 
@@ -540,7 +531,6 @@ REDCO_COSINE = AdamWTable(lr=2e-5, warmup_ratio=0.1, schedule="cosine")
         (GPT_NEO, gpt_neo),
         (LLAMABPT, llamabpt_adamw),
         (PALM, llamabpt_palm),
-        (REDCO, redco),
         (REDCO_COSINE, redco_cosine),
     ],
 )
@@ -551,16 +541,6 @@ def test_schedule_equals_formula_of_the_other_trainer(
     schedule = build_lr_schedule(table, n)
     expected = [formula(step, n) for step in range(n)]
     assert learning_rates(schedule, *range(n)) == pytest.approx(expected, rel=2e-6, abs=1e-12)
-
-
-def test_schedule_of_flaxlm_differs_in_its_warmup_only():
-    """flaxlm, trainer.py: a warm-up of W + 1 steps is cut at step W, so that its rate jumps there."""
-    n, warmup = 100, 10
-    schedule = build_lr_schedule(AdamWTable(lr=3e-4, warmup_steps=warmup), n)
-    after = [3e-4 * (1 - (step - warmup) / (n - warmup)) for step in range(warmup, n)]
-    assert learning_rates(schedule, *range(warmup, n)) == pytest.approx(after, rel=2e-6, abs=1e-10)
-    before = [3e-4 * step / (warmup + 1) * (warmup + 1) / warmup for step in range(warmup)]
-    assert learning_rates(schedule, *range(warmup)) == pytest.approx(before, rel=2e-6, abs=1e-12)
 
 
 # Parsing of `data.fields`.
@@ -582,11 +562,6 @@ def write(field: Field) -> str:
     if isinstance(field, TextField):
         return "+".join(field.columns)
     return f"{{{field.column}}}" if isinstance(field, TokenIdsField) else f"<|{field.token}|>"
-
-
-@given(st.text(st.characters(exclude_characters="[]{},+|"), min_size=1))
-def test_text_without_signs_is_one_column(name: str):
-    assert parse_fields(name) == FieldList(((TextField((name,)), False),))
 
 
 @given(st.lists(st.tuples(FIELDS, st.booleans()), min_size=1), st.randoms())

@@ -39,7 +39,7 @@ from tests.helpers.train_runs import (
     train_json,
     wait_for_step,
 )
-from tests.helpers.training_folder import WORDS, write_tokenizer
+from tests.helpers.training_folder import WORDS, make_training_folder, write_tokenizer
 from tests.helpers.waiting import MAX_S
 from trainer import run as run_package
 from trainer.run import logs
@@ -59,6 +59,24 @@ BLOCKWISE_ON_TWO_DEVICES = (
 )
 
 
+def last_evaluation(run: str) -> float:
+    """Return the loss of a run's last evaluation."""
+    lines = read_metrics(Path(run, METRICS_FILE))
+    return [line["eval_loss"] for line in lines if "eval_loss" in line][-1]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder of a finished run of the recipe, which tests only read."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        make_training_folder()
+        run_ok("train", "recipe.toml", "--out", "run")
+    return str(folder / "run")
+
+
 def test_finished_run_exports_and_resumes_without_steps(
     work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -67,6 +85,7 @@ def test_finished_run_exports_and_resumes_without_steps(
     assert code == OK
     assert (report["step"], report["resumed_at"], report["output"]) == (12, 0, "runs/recipe/12")
     assert report["loss"] < read_losses("runs/recipe")[0] - 0.2
+    assert report["eval_loss"] == last_evaluation("runs/recipe")
     assert saved_steps(Path("runs/recipe")) == [9, 12], "the newest two are kept"
     assert sorted(p.name for p in Path("runs/recipe").iterdir() if p.is_file()) == [
         ".lock",
@@ -90,21 +109,18 @@ def test_finished_run_exports_and_resumes_without_steps(
     )
 
 
-def test_eval_loss_equals_transformers(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_eval_loss_equals_transformers(unbroken: str, work_dir: Path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    capsys.readouterr()
-    report = train_json(capsys)[1]
-    run_ok("export", "runs/recipe", "--out", "learned")
+    run_ok("export", unbroken, "--out", "learned")
     model = transformers.AutoModelForCausalLM.from_pretrained("learned", dtype=torch.float32).eval()
     words = Path("text.txt").read_text().split()
     ids = torch.tensor([WORDS.index(word) for word in words] + [0])
     blocks = ids[: len(ids) // 16 * 16].reshape(-1, 16)
     holdout = blocks[len(blocks) - round(len(blocks) * 0.1) :]
     with torch.no_grad():
-        assert report["eval_loss"] == pytest.approx(
-            float(model(holdout, labels=holdout).loss), rel=1e-5
-        )
+        expected = float(model(holdout, labels=holdout).loss)
+    assert last_evaluation(unbroken) == pytest.approx(expected, rel=1e-5)
 
 
 # The process sends the signal to itself: another one could be too late for the few steps.
@@ -123,8 +139,9 @@ MetricsFileLog.write = write_and_signal
 """
 
 
-def test_stopped_run_resumes_to_the_same_bits(work_dir: Path, capsys: pytest.CaptureFixture[str]):
-    run_ok("train", "recipe.toml", "--out", "unbroken")
+def test_stopped_run_resumes_to_the_same_bits(
+    unbroken: str, work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     running = run_python(TRAIN_UNTIL_A_SIGNAL, "train", "recipe.toml", "--json", has_jax=True)
     report = json.loads(running.stdout)
     assert running.returncode == STOPPED
@@ -133,8 +150,8 @@ def test_stopped_run_resumes_to_the_same_bits(work_dir: Path, capsys: pytest.Cap
     capsys.readouterr()
     code, report = train_json(capsys)
     assert (code, report["step"]) == (OK, 12)
-    assert read_losses("runs/recipe") == read_losses("unbroken")
-    assert read_step_files("runs/recipe") == read_step_files("unbroken")
+    assert read_losses("runs/recipe") == read_losses(unbroken)
+    assert read_step_files("runs/recipe") == read_step_files(unbroken)
 
 
 def run_compiled_apart(
@@ -251,12 +268,11 @@ def test_resume_rejects_changed_recipe_and_data(work_dir: Path, capsys: pytest.C
 
 
 def test_result_of_a_stopped_run_has_the_values_of_its_step(
-    work_dir: Path, capsys: pytest.CaptureFixture[str]
+    unbroken: str, work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
     """The step has no line of its own: the resumed run has the log of a run without a stop."""
-    run_ok("train", "recipe.toml", "--out", "unbroken")
-    unbroken = read_metrics(Path("unbroken", METRICS_FILE))
-    lines = {line["step"]: line for line in unbroken if "loss" in line}
+    metrics = read_metrics(Path(unbroken, METRICS_FILE))
+    lines = {line["step"]: line for line in metrics if "loss" in line}
     log_every = ("--set", "train.log_every=10")
     capsys.readouterr()
     code, report = train_json(capsys, *log_every, "--stop-after", "7")
@@ -471,7 +487,7 @@ def test_tokenize_progress_shows_bytes_and_tokens(monkeypatch: pytest.MonkeyPatc
 def test_saved_progress_mentions_incomplete_token_store(tmp_path: Path):
     (tmp_path / "data" / f"{NAME}.partial").mkdir(parents=True)
     assert describe_saved_progress(FolderStorage(tmp_path)) == ""
-    write_shards(tmp_path / "data" / FUNCTION_NAME, [fill])
+    write_shards(tmp_path / "data" / NAME, [fill])
     expected = f"kept in {tmp_path}: a part of the tokens"
     assert describe_saved_progress(FolderStorage(tmp_path)) == expected
 

@@ -250,13 +250,16 @@ def test_conflicting_eval_and_checkpoint_keys_are_errors(
     assert message in "\n".join(error_lines(capsys, "train", "recipe.toml", *set_keys(*settings)))
 
 
-def test_steps_are_exported_while_the_run_goes_on(work_dir: Path):
+def test_steps_are_exported_while_the_run_goes_on(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     settings = ("checkpoint.export_every=4", "checkpoint.keep=1")
     train("run", *settings)
     assert saved_steps(Path("run")) == [12]
     assert sorted(path.name for path in Path("run", "exports").iterdir()) == ["12", "4", "8"]
-    train("all", "checkpoint.keep='all'", "checkpoint.every=4")
-    run_ok("export", "all", "--step", "4", "--out", "four")
+    stopped = ("train", "recipe.toml", "--out", "all", "--stop-after", "4")
+    run_failing(capsys, STOPPED, *stopped)
+    run_ok("export", "all", "--out", "four")
     run_ok("verify", "run/exports/4", "four")
 
 
@@ -281,7 +284,8 @@ def test_next_start_makes_a_missing_export(work_dir: Path, capsys: pytest.Captur
 
 
 def test_restart_removes_the_exports(work_dir: Path):
-    train("run", "train.steps=4", "checkpoint.export_every=1")
+    train("run", "train.steps=4", "checkpoint.export_every=3")
+    assert Path("run", "exports", "3").is_dir()
     train("run", "train.steps=4", "checkpoint.export_every=2", words=("--restart",))
     assert sorted(path.name for path in Path("run", "exports").iterdir()) == ["2", "4"]
 
@@ -393,7 +397,7 @@ def test_run_resumed_without_prompts_keeps_earlier_samples(
         file.write(
             json.dumps({"step": 5, "prompt": "w50", "text": "of a step that was not saved"}) + "\n"
         )
-    run_ok("train", "recipe.toml", "--out", "run")
+    run_failing(capsys, 75, "train", "recipe.toml", "--out", "run", "--stop-after", "1")
     assert read_lines("run") == lines
 
 
@@ -475,8 +479,10 @@ def test_run_ends_after_evaluations_without_a_better_loss(
     assert saved_steps(Path("run"))[-1] == end
     assert parameter_digests("run", end) == parameter_digests("whole", end)
 
-    sparse = run_json(capsys, *words("sparse", *PATIENT, "train.log_every=10"))
+    sparse = run_json(capsys, *words("sparse", *PATIENT, "train.log_every=100"))
     assert (sparse["step"], sparse["loss"]) == (end, result["loss"])
+    logged = [line["step"] for line in read_metrics(Path("sparse", METRICS_FILE)) if "loss" in line]
+    assert logged == [1, end], "the last step is logged"
     # The same command again changes nothing.
     before = (Path("run", METRICS_FILE).read_bytes(), saved_steps(Path("run")))
     again = run_json(capsys, *words("run", *PATIENT))
@@ -489,37 +495,20 @@ def test_run_ends_after_evaluations_without_a_better_loss(
     assert parameter_digests("run", 12) == parameter_digests("whole", 12)
 
 
-def test_last_step_of_an_early_end_is_logged(work_dir: Path, capsys: pytest.CaptureFixture[str]):
-    result = run_json(capsys, *words("run", *PATIENT, "train.log_every=100"))
-    losses = {
-        line["step"]: line["loss"]
-        for line in read_metrics(Path("run", METRICS_FILE))
-        if "loss" in line
-    }
-    assert [*losses] == [1, result["step"]]
-    assert result["loss"] == losses[result["step"]]
-
-
 def test_best_step_by_a_metric_of_the_user(work_dir: Path):
     def highest_logit(logits: Any, targets: Any) -> dict[str, Any]:
         return {"top": jnp.max(logits, axis=-1)}
 
     overrides = (*DIVERGING, "checkpoint.best=eval_top", "checkpoint.keep=1")
-    lowest = prep.train(
-        "recipe.toml",
-        "low",
-        overrides=(*overrides, "checkpoint.best_is=lowest"),
-        metric_fn=highest_logit,
-    )
-    values = {step: value for step, value in evaluations("low", "eval_top").items() if step}
-    assert lowest.is_finished
-    assert best_step(Path("low")) == min(values, key=lambda step: values[step])
-    prep.train(
+    highest = prep.train(
         "recipe.toml",
         "high",
         overrides=(*overrides, "checkpoint.best_is=highest"),
         metric_fn=highest_logit,
     )
+    assert highest.is_finished
+    values = {step: value for step, value in evaluations("high", "eval_top").items() if step}
+    assert values[min(values)] != max(values.values()) != values[max(values)]
     assert best_step(Path("high")) == max(values, key=lambda step: values[step])
     with pytest.raises(UsageError, match=r"an evaluation has .*eval_accuracy, eval_top"):
         prep.train(

@@ -44,7 +44,7 @@ from trainer.run.storage import TOKENS_FOLDER
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 END = "<|im_end|>"
-N_RECORDS = 400
+N_RECORDS = 200
 LENGTH = 64
 BATCH = 8
 STEPS = 5

@@ -297,9 +297,16 @@ def test_float16_follows_float32():
     np.testing.assert_allclose(losses(DYNAMIC, accumulate=2), expected, rtol=5e-3)
 
 
+def overflowing(setup: StepSetup) -> TrainState:
+    """Return a first state with a scale at which gradients overflow."""
+    state: Any = runs.make_state(setup)
+    assert scale_and_steps(state) == (DYNAMIC.initial, 0)
+    return {**state, "loss_scale": jnp.full_like(state["loss_scale"], 2.0**40)}
+
+
 def test_overflow_is_skipped_and_halves_the_scale():
-    setup = float16_setup(LossScale(2.0**40))
-    state = take_steps(setup, runs.make_state(setup), until=3)
+    setup = float16_setup(accumulate=2)
+    state = take_steps(setup, overflowing(setup), until=3)
     assert int(state["skipped"]) == 3
     assert scale_and_steps(state) == (2.0**37, 0)
     before = runs.make_state(setup)["params"]["embed"]["tokens"]
@@ -338,8 +345,8 @@ def test_static_scale_has_no_state():
 
 
 def test_resume_keeps_the_scale():
-    setup = float16_setup(LossScale(2.0**40))
-    at_2 = take_steps(setup, runs.make_state(setup), until=2)
+    setup = float16_setup(accumulate=2)
+    at_2 = take_steps(setup, overflowing(setup), until=2)
     arrays = {name: leaf.fetch().copy() for name, leaf in host_leaves(at_2).items()}
     resumed = take_steps(setup, restore_state(runs.MemoryReader(arrays), setup), until=4)
     assert runs.state_bytes(resumed) == runs.state_bytes(

@@ -18,6 +18,7 @@ from prepcli.commands.testing.tiny_model import relative_error
 from prepcli.models.architecture import FULL_ATTENTION, NO_SOFTCAP
 from prepcli.models.layer_config import Alibi, RelativePositionBias, alibi_slopes
 from prepcli.models.mesh import parse_mesh
+from tests.helpers.jaxprs import walk_equations
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext, zigzag_order
@@ -321,22 +322,9 @@ def test_layers_in_a_scan_save_no_array_of_all_scores():
 
         return jax.lax.scan(jax.checkpoint(layer), x, None, length=num_layers)[0].sum()
 
-    largest = max_elements(jax.make_jaxpr(jax.grad(loss))(q).jaxpr)
+    equations = walk_equations(jax.make_jaxpr(jax.grad(loss))(q).jaxpr)
+    largest = max(out.aval.size for equation in equations for out in equation.outvars)
     assert largest < length**2 / 4, "arrays of tokens and tiles only"
-
-
-def max_elements(jaxpr: Any) -> int:
-    """Return the elements of the largest array of a jaxpr, inner ones included."""
-    largest = 0
-    for equation in jaxpr.eqns:
-        largest = max([largest, *(math.prod(variable.aval.shape) for variable in equation.outvars)])
-        for value in jax.tree.leaves(
-            equation.params, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                largest = max(largest, max_elements(inner))
-    return largest
 
 
 @pytest.mark.parametrize("window", slow_except([FULL_ATTENTION, 6], [6]))
