@@ -27,7 +27,7 @@ from tests.helpers.tiny_configs import GOLDEN
 from tests.trainer.nn.test_attention import make_arch
 from trainer.nn import transformer
 from trainer.nn.context import AdapterDropout
-from trainer.nn.dropout import derive_key, step_dropout
+from trainer.nn.dropout import LayerDropout, RandomKey, derive_key, step_dropout
 from trainer.nn.initialization import init_params
 from trainer.nn.mixers import causal_conv
 from trainer.nn.mlp import ACTIVATION_FUNCTIONS
@@ -459,3 +459,11 @@ def test_modules_have_masks_of_their_own():
     assert len({*adapters.dropout_sites.values()}) == len(adapters.dropout_sites) == 7
     sites = fused.dropout_sites
     assert sites["attn.q"] == sites["attn.k"] == sites["attn.v"] != sites["attn.o"]
+    layer_keys = step_dropout(DROPOUT, seed=0, step=jnp.int32(3), row_ids=ADAPTER_ROWS).layer_keys(
+        1
+    )
+    assert layer_keys is not None
+    positions = jnp.arange(4)
+    masks = LayerDropout(DROPOUT, RandomKey(*(words[0] for words in layer_keys)), positions)
+    first, other = (np.asarray(masks.adapter_keys(number, positions)) for number in (0, 1))
+    assert not np.any(first == other)

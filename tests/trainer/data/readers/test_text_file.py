@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import gzip
 import itertools
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import get_args
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import xxhash
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
@@ -317,7 +316,6 @@ def test_limit_counts_a_long_text_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 # The same records give the same tokens, whatever the type and the compression of their file.
 
-TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), max_size=20)
 
 ROWS = [{"id": str(i), "text": f'{TEXT[:i]}, "é" 😀\n{i}'} for i in range(23)]
 
@@ -354,27 +352,6 @@ def test_files_of_all_types_give_equal_stores(
     assert others == [expected] * 5
     for path in write(tmp_path, ROWS):
         assert digests(tmp_path, tokenizer, path) == expected, path.name
-
-
-@pytest.mark.slow
-@settings(max_examples=25, deadline=None)
-@given(st.lists(TEXTS, min_size=1, max_size=8))
-def test_any_text_is_read_alike(tokenizer: Path, texts: list[str]):
-    rows = [{"id": "x", "text": text} for text in [*texts, "the cat"]]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        paths = [*write_json_files(folder, rows), *write_csv_files(folder, rows)]
-        expected, *others = (digests(folder, tokenizer, path) for path in paths)
-        assert others == [expected] * 8
-
-
-@pytest.mark.slow
-def test_compressed_text_gives_the_tokens_of_the_text(tmp_path: Path, tokenizer: Path):
-    text = (TEXT * 9000).encode()
-    (tmp_path / "a.txt").write_bytes(text)
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text))
-    expected = digests(tmp_path, tokenizer, tmp_path / "a.txt")
-    assert digests(tmp_path, tokenizer, tmp_path / "b.txt.gz") == expected
 
 
 def test_store_from_ids_equals_store_from_text(tmp_path: Path, tokenizer: Path):
