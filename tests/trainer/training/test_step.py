@@ -299,9 +299,9 @@ def test_float16_follows_float32():
 
 def overflowing(setup: StepSetup) -> TrainState:
     """Return a first state with a scale at which gradients overflow."""
-    state: Any = runs.make_state(setup)
+    state = runs.make_state(setup)
     assert scale_and_steps(state) == (DYNAMIC.initial, 0)
-    return {**state, "loss_scale": jnp.full_like(state["loss_scale"], 2.0**40)}
+    return {**state, "loss_scale": jnp.float32(2.0**40)}
 
 
 def test_overflow_is_skipped_and_halves_the_scale():
