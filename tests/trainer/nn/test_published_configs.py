@@ -1,4 +1,4 @@
-"""Configs as published, with fields that transformers does not read, against its models of the equal plain configs."""
+"""Configs as published and random ones: logits of transformers, or an error. Needs the `parity` extra."""
 
 from __future__ import annotations
 

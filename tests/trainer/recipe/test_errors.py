@@ -1,4 +1,4 @@
-"""Errors of recipes: one error lists all faults."""
+"""Errors of recipes: one error lists all faults, with hints for keys of other trainers."""
 
 from __future__ import annotations
 

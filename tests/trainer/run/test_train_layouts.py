@@ -1,4 +1,4 @@
-"""`prep train` on miniatures of public data sets: five losses of a float64 reference with masks of marked texts."""
+"""`prep train` with layouts of data, the text part of a multimodal model, and a run in a bucket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics of a run: its file, its lines, the timer of its steps, and the utilization of its devices."""
+"""The metrics of a run: its file, lines, timer and utilization, and losses against torch."""
 
 from __future__ import annotations
 

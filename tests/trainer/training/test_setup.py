@@ -1,4 +1,4 @@
-"""The setup of a step: the attention kernel of a run, the sizes of its tiles, and plans compiled apart."""
+"""The setup of a step: its kernel and tiles, plans compiled apart, and shapes of data sets found by their columns."""
 
 from __future__ import annotations
 
