@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, USAGE
 from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.manifest import read_manifest
-from prepcli.formats.safetensors import ADAPTER_FILE, read_safetensors_header
+from prepcli.formats.safetensors import ADAPTER_FILE
 from tests.helpers.adapters import ALPHA, PREFIX, RANK, make_adapter, write_adapter_manifest
+from tests.helpers.damage import flip_bit
 from tests.helpers.run_cli import Capture, MonkeyPatch, error_lines, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT2, LLAMA, make_checkpoint, read_tensors, same_bits
@@ -100,20 +101,6 @@ def test_merge_transposes_the_product_for_conv1d():
             assert same_bits(merged[name], values + product(adapter, module).T)
 
 
-def test_merge_of_an_init_equals_merge_of_its_model():
-    make_checkpoint(Path("base"), LLAMA)
-    llama_adapter()
-    assert (
-        main(["save-init", "base", "--mesh", "1,2,4", "--pad-vocab", "8", "--out", "init", "-q"])
-        == OK
-    )
-    for base in ("base", "init"):
-        assert main(["merge", "adapter", base, "--out", f"merged-{base}", "-q"]) == OK
-    whole, padded = read_tensors(Path("merged-base")), read_tensors(Path("merged-init"))
-    assert whole.keys() == padded.keys()
-    assert all(same_bits(whole[name], padded[name][: len(whole[name])]) for name in whole)
-
-
 def test_merge_records_the_adapter_and_counts_changes(capsys: Capture):
     make_checkpoint(Path("base"), LLAMA)
     llama_adapter(use_rslora=True)
@@ -152,10 +139,7 @@ def test_second_merge_of_another_adapter_is_another_request():
         ({"modules_to_save": ["lm_head"]}, "modules_to_save has 'lm_head', and no tensor"),
         ({"peft_type": "IA3"}, "peft_type"),
         ({"r": "16"}, "r is '16', it should be a valid integer"),
-        (
-            {"r": 7},
-            "r is 7, but base_model.model.model.layers.0.mlp.down_proj.lora_A.weight is [3, 48]",
-        ),
+        ({"r": 7}, "r is 7, but base_model.model.model.layers.0.mlp.down_proj.lora_A.weight is [3"),
         ({"r": 10**30}, "r is an integer above 10^30, it should be"),
         ({"r": 10**400}, "a number has 401 digits"),
         ({"r": True}, "r is True, it should be a valid integer"),
@@ -164,10 +148,7 @@ def test_second_merge_of_another_adapter_is_another_request():
         ({"lora_alpha": 10**299}, "which float32 cannot hold"),
         ({"lora_alpha": 0}, "lora_alpha is 0, it should be greater than 0"),
         ({"lora_alpha": 1e300}, "lora_alpha / r is 3.33333e+299, which float32 cannot hold"),
-        (
-            {"lora_alpha": 1e-60, "use_rslora": True},
-            "lora_alpha / sqrt(r) is 5.7735e-61, which float32 cannot hold",
-        ),
+        ({"lora_alpha": 1e-60, "use_rslora": True}, "lora_alpha / sqrt(r) is 5.7735e-61, which"),
         ({"use_rslora": "false"}, "use_rslora is 'false', it should be a valid boolean"),
         ({"use_rslora": 1}, "use_rslora is 1, it should be a valid boolean"),
         ({"use_dora": 0}, "use_dora = 0 is not supported"),
@@ -178,7 +159,7 @@ def test_second_merge_of_another_adapter_is_another_request():
         ({"use_new_lora": True}, "'use_new_lora' = True is unknown"),
         (
             {"target_modules": ["q_proj"]},
-            "they have an adapter of model.layers.0.mlp.down_proj, but target_modules",
+            "adapter of model.layers.0.mlp.down_proj, but target_modules",
         ),
         ({"exclude_modules": ["q_proj"]}, "q_proj, but exclude_modules lists it"),
         ({"target_modules": 3}, "target_modules is 3, it should be"),
@@ -242,26 +223,11 @@ def test_merge_counts_the_values_that_are_nan_after_it(capsys: Capture):
     assert sum(int(np.isnan(values).sum()) for values in merged.values()) == 32
 
 
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        (
-            {"model.layers.0.self_attn.q_proj": (32, 48)},
-            "the adapter has B [32, 3] times A [3, 48]",
-        ),
-        (
-            {"model.layers.9.self_attn.q_proj": (32, 32)},
-            "the base has no tensor model.layers.9.self_attn.q_proj.weight",
-        ),
-    ],
-)
-def test_merge_rejects_adapters_of_other_models(
-    shapes: dict[str, tuple[int, int]], message: str, capsys: Capture
-):
+def test_merge_rejects_a_matrix_of_another_shape(capsys: Capture):
     make_checkpoint(Path("base"), LLAMA)
-    make_adapter(Path("adapter"), shapes)
+    make_adapter(Path("adapter"), {"model.layers.0.self_attn.q_proj": (32, 48)})
     assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
-    assert message in capsys.readouterr().err
+    assert "the adapter has B [32, 3] times A [3, 48]" in capsys.readouterr().err
 
 
 def test_merge_rejects_the_base_layer_of_an_adapted_head(capsys: pytest.CaptureFixture[str]):
@@ -328,22 +294,19 @@ def write_adapter(rows: int, *, has_digests: bool) -> dict[str, np.ndarray]:
 
 def flip_row(path: Path, row: np.ndarray) -> None:
     """Change a bit in a row of a tensor in a file."""
-    data = bytearray(path.read_bytes())
-    data[data.index(row.tobytes())] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, path.read_bytes().index(row.tobytes()))
 
 
 @pytest.mark.usefixtures("padded_base")
 @pytest.mark.parametrize("has_digests", [False, True])
-@pytest.mark.parametrize("base", slow_except(["base", "padded", "padded-init"], ["padded-init"]))
-def test_merge_keeps_padding_of_replaced_embeddings(base: str, has_digests: bool):
+def test_merge_keeps_padding_of_replaced_embeddings(has_digests: bool):
     whole = write_adapter(SIZE, has_digests=has_digests)
     run_ok("pad-vocab", "./base", "--size", "200", "--out", "padded")
     run_ok("save-init", "./padded", "--out", "padded-init")
-    run_ok("merge", "adapter", f"./{base}", "--out", "merged")
+    run_ok("merge", "adapter", "./padded-init", "--out", "merged")
     run_ok("verify", "merged")
     run_ok("export", "merged", "--keep-padding", "--out", "hf")
-    before = read_tensors(Path("base" if base == "base" else "padded"))
+    before = read_tensors(Path("padded"))
     merged = read_tensors(Path("hf"))
     for name, values in whole.items():
         assert same_bits(merged[name], np.concatenate([values, before[name][SIZE:]]))
@@ -373,18 +336,12 @@ def test_merge_refuses_a_base_with_damaged_padding(has_digests: bool, capsys: Ca
 
 
 @pytest.mark.usefixtures("padded_base")
-@pytest.mark.parametrize(
-    ("base", "rows"),
-    slow_except(
-        [("padded", SIZE), ("base", SIZE), ("base", LLAMA["vocab_size"])], [("padded", SIZE)]
-    ),
-)
-def test_merge_names_an_adapter_with_a_damaged_head(base: str, rows: int, capsys: Capture):
-    whole = write_adapter(rows, has_digests=True)
+def test_merge_names_an_adapter_with_a_damaged_head(capsys: Capture):
+    whole = write_adapter(SIZE, has_digests=True)
     run_ok("pad-vocab", "./base", "--size", "200", "--out", "padded")
     flip_row(WEIGHTS, whole[HEAD][0])
     capsys.readouterr()
-    lines = error_lines(capsys, "merge", "adapter", f"./{base}", "--out", "merged")
+    lines = error_lines(capsys, "merge", "adapter", "./padded", "--out", "merged")
     assert lines[0] == f"error: {HEAD} in adapter is damaged"
     assert not Path("merged").exists()
 
@@ -396,20 +353,12 @@ TARGETS = {f"model.layers.{number}.self_attn.q_proj": (32, 32) for number in ran
 
 
 @pytest.fixture
-def adapter(monkeypatch: MonkeyPatch) -> Path:
+def adapter() -> Path:
     """Return an adapter with a manifest, beside its base."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     make_checkpoint(Path("base"), LLAMA)
     make_adapter(Path("adapter"), TARGETS)
     write_adapter_manifest(Path("adapter"), LLAMA)
     return Path("adapter")
-
-
-def flip_byte(path: Path, position: int) -> None:
-    """Change the lowest bit of one byte of a file."""
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
 
 
 def change_values(adapter: Path, suffix: str) -> None:
@@ -419,26 +368,6 @@ def change_values(adapter: Path, suffix: str) -> None:
         {name: values + name.endswith(suffix) for name, values in tensors.items()},
         adapter / ADAPTER_FILE,
     )
-
-
-def data_positions(adapter: Path) -> list[int]:
-    """Return the position of the first and the last byte of each tensor."""
-    tensors = read_safetensors_header(adapter / ADAPTER_FILE, 0).tensors
-    return [position for t in tensors for position in (t.offset, t.offset + t.nbytes - 1)]
-
-
-@pytest.mark.slow
-def test_merge_refuses_a_flipped_bit_in_each_tensor(adapter: Path, capsys: Capture):
-    for position in data_positions(adapter):
-        flip_byte(adapter / ADAPTER_FILE, position)
-        assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
-        error = capsys.readouterr().err
-        assert "q_proj.lora_" in error
-        assert "in adapter is damaged" in error
-        assert not Path("merged").exists()
-        flip_byte(adapter / ADAPTER_FILE, position)
-        shutil.rmtree("merged.partial", ignore_errors=True)
-    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == OK
 
 
 def rename_tensor(adapter: Path) -> None:
@@ -453,10 +382,8 @@ def rename_tensor(adapter: Path) -> None:
 
 def swap_names(adapter: Path) -> None:
     """Exchange the names of two tensors of one shape."""
-    path, (first, second) = (
-        adapter / ADAPTER_FILE,
-        (f"layers.{number}.self_attn.q_proj.lora_A".encode() for number in (0, 1)),
-    )
+    path = adapter / ADAPTER_FILE
+    first, second = (f"layers.{number}.self_attn.q_proj.lora_A".encode() for number in (0, 1))
     content = path.read_bytes().replace(first, b"\0" * len(first)).replace(second, first)
     path.write_bytes(content.replace(b"\0" * len(first), second))
 
@@ -468,26 +395,12 @@ def change_dtype(adapter: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [rename_tensor, swap_names, change_dtype])
-@pytest.mark.parametrize(
-    "command",
-    slow_except(
-        [["verify", "adapter"], ["merge", "adapter", "base", "--out", "merged"]],
-        [["merge", "adapter", "base", "--out", "merged"]],
-    ),
-)
 def test_header_that_differs_from_the_manifest_is_damage(
-    adapter: Path, damage: object, command: list[str], capsys: Capture
+    adapter: Path, damage: Callable[[Path], None], capsys: Capture
 ):
-    assert callable(damage)
     damage(adapter)
-    assert main([*command, "-q"]) == FAILED
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
     assert "damaged" in capsys.readouterr().err
-
-
-def test_adapter_without_a_manifest_is_not_checked(adapter: Path):
-    (adapter / "prep-manifest.json").unlink()
-    change_values(adapter, "lora_B.weight")
-    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == OK
 
 
 def test_verify_reads_every_byte_of_an_adapter(adapter: Path, capsys: Capture):
@@ -536,10 +449,7 @@ def test_inspect_shows_an_adapter(adapter: Path, capsys: Capture):
 @pytest.mark.usefixtures("adapter")
 @pytest.mark.parametrize(
     "command",
-    slow_except(
-        [["save-init"], ["export"], ["generate", "--tokens", "1"], ["pad-vocab"]],
-        [["save-init"], ["generate", "--tokens", "1"]],
-    ),
+    [["save-init"], ["generate", "--tokens", "1"]],
 )
 def test_other_commands_refuse_an_adapter(command: list[str], capsys: Capture):
     assert main([command[0], "adapter", *command[1:], "-q"]) == FAILED
