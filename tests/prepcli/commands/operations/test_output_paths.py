@@ -1,24 +1,31 @@
-"""Existing outputs are kept, links are not followed, and paths of files stay inside of an output."""
+"""Existing outputs are kept, links are not followed, paths stay inside of an output, and mistakes are named."""
 
 from __future__ import annotations
 
+import errno
+import os
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import prepcli as prep
 from prepcli.algebra.grids import ChunkGrid
 from prepcli.commands.cli.main import main
 from prepcli.commands.operations.conversion import check_output_paths
-from prepcli.core.errors import PrepError, UsageError
+from prepcli.commands.operations.recipes import shipped_recipe
+from prepcli.core.errors import FAILED, OK, USAGE, PrepError, UsageError
 from prepcli.core.observer import NullProgress
+from prepcli.engine.pipeline import Pipeline
 from prepcli.execution import folder_converter
 from prepcli.execution.hub_push import PushTarget, push_folder
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile
 from prepcli.stores.addresses import ObjectStoreUrl, parse_out_url
+from tests.helpers.adapters import make_adapter
 from tests.helpers.killing import read_files
 from tests.helpers.run_cli import (
     Capture,
@@ -28,8 +35,8 @@ from tests.helpers.run_cli import (
     run_failing_unchanged,
     run_ok,
 )
-from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import assert_same, make_checkpoint, read_tensors
+from tests.helpers.tiny_checkpoints import LLAMA, assert_same, make_checkpoint, read_tensors
+from tests.helpers.trainer_checkpoints import make_trainer_checkpoint
 from tests.helpers.training_states import open_manager
 
 
@@ -49,23 +56,16 @@ def test_output_of_another_request_is_not_replaced(capsys):
 
 def test_output_inside_the_source_is_refused(capsys, monkeypatch):
     make_checkpoint(Path("m"))
-    assert (
-        run_failing_unchanged(capsys, "save-init", "./m", "--out", "m")[1][0]
-        == "error: the output m is the source"
-    )
-    assert (
-        run_failing_unchanged(capsys, "save-init", "./m", "--out", "m/x")[1][0]
-        == "error: the output m/x is inside the source"
-    )
-    assert (
-        run_failing_unchanged(capsys, "save-init", "./m", "--out", ".", "--overwrite")[1][0]
-        == "error: the source is inside the output ."
-    )
+    for words, error in (
+        (["m"], "the output m is the source"),
+        (["m/x"], "the output m/x is inside the source"),
+        ([".", "--overwrite"], "the source is inside the output ."),
+    ):
+        _, lines = run_failing_unchanged(capsys, "save-init", "./m", "--out", *words)
+        assert lines[0] == f"error: {error}"
     monkeypatch.chdir("m")
-    assert (
-        run_failing_unchanged(capsys, "save-init", ".")[1][0]
-        == "error: the output m-init is inside the source"
-    )
+    _, lines = run_failing_unchanged(capsys, "save-init", ".")
+    assert lines[0] == "error: the output m-init is inside the source"
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
@@ -130,55 +130,6 @@ def test_current_and_home_folders_are_never_replaced(capsys, monkeypatch, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["homes", "m", "work"]
 
 
-@pytest.mark.slow
-def test_loser_of_a_race_leaves_no_unfinished_output(capsys: Capture, monkeypatch: MonkeyPatch):
-    make_checkpoint(Path("m"))
-    winner = ("save-init", "./m", "--mesh", "1,2,1", "--out", "out")
-    check_free_space = folder_converter.check_free_space
-    commands = [winner]
-
-    def publish_other(*arguments: Any) -> None:
-        # Another command for the same output ends between the check of the output and the staging folder.
-        check_free_space(*arguments)
-        if commands:
-            run_ok(*commands.pop())
-
-    monkeypatch.setattr(folder_converter, "check_free_space", publish_other)
-    assert main(["save-init", "./m", "--out", "out", "-q"]) == 1
-    assert "out exists and is something else" in capsys.readouterr().err
-    assert sorted(path.name for path in Path().iterdir()) == ["m", "out"]
-    run_ok("save-init", "./m", "--no-scan", "--out", "out", "--overwrite")
-
-
-@pytest.mark.slow
-def test_unfinished_output_stays_when_another_command_publishes(
-    capsys: Capture, monkeypatch: MonkeyPatch
-):
-    make_checkpoint(Path("m"))
-    with monkeypatch.context() as patches:
-        patches.setattr(folder_converter, "write_last_files", fail)
-        assert main(["save-init", "./m", "--out", "out", "-q"]) == 1
-    kept = read_files(Path("out.partial"))
-    make_checkpoint(Path("other"))
-    is_done = folder_converter.FolderConverter.is_done
-    calls: list[object] = []
-
-    def find_other(self: Any) -> bool:
-        calls.append(self)
-        if len(calls) == 2:
-            run_ok("save-init", "./other", "--out", "elsewhere")
-            Path("elsewhere").rename("out")
-        return is_done(self)
-
-    monkeypatch.setattr(folder_converter.FolderConverter, "is_done", find_other)
-    assert main(["save-init", "./m", "--out", "out", "-q"]) == 1
-    assert read_files(Path("out.partial")).keys() == kept.keys()
-
-
-def fail(*arguments: object, **options: object) -> None:
-    raise PrepError("the power is gone")
-
-
 # Symbolic links in a checkpoint's folder: only targets inside the checkpoint are copied
 
 
@@ -218,10 +169,7 @@ def test_export_rejects_links_in_init(link: str, capsys: Capture):
 def test_run_rejects_links_before_first_step():
     run_ok("save-init", "./m", "--out", "init")
     Path("init/hf/vocab.txt").symlink_to("../../secret")
-    with (
-        pytest.raises(PrepError, match="is a link to"),
-        open_manager(Path("run"), Path("init")),
-    ):
+    with pytest.raises(PrepError, match="is a link to"), open_manager(Path("run"), Path("init")):
         pass
 
 
@@ -246,18 +194,14 @@ def test_hub_cache_converts_with_its_links():
         shutil.copy(path, blobs)
         (home / path.name).symlink_to(f"../../blobs/{path.name}")
     run_ok("pad-vocab", f"./{home}", "--multiple", "8", "--out", "padded")
-    assert (
-        Path("padded/tokenizer_config.json").read_bytes()
-        == Path("m/tokenizer_config.json").read_bytes()
-    )
+    copied = Path("padded/tokenizer_config.json").read_bytes()
+    assert copied == Path("m/tokenizer_config.json").read_bytes()
     assert not Path("padded/tokenizer_config.json").is_symlink()
     assert read_tensors(Path("padded"))
 
 
 @pytest.mark.usefixtures("linked_model")
 def test_link_created_after_planning_is_rejected(monkeypatch: MonkeyPatch, capsys):
-    from prepcli.execution import folder_converter
-
     original = folder_converter.write_last_files
 
     def replace_file_by_link(*args: Any, **options: Any) -> Manifest:
@@ -282,23 +226,6 @@ def test_push_rejects_links_to_outside():
 # Symbolic links inside an output's folder are not followed
 
 
-FILES = (
-    ".prep/lock",
-    ".prep/door",
-    ".prep/run.json",
-    ".prep/session",
-    ".prep/source.json",
-    ".prep/claims/0",
-    ".prep/done/0",
-    ".prep/part/0",
-    "d/67b5a8e8f4d0ee6fb0c2e1d57e0b2b2e",
-    "_METADATA",
-    "manifest.ocdbt",
-    "prep-manifest.json",
-    "hf/config.json",
-)
-
-
 def save_init_refuses_link(capsys: Capture) -> bool:
     capsys.readouterr()
     code = main(["save-init", "./model", "--out", "out", "-q"])
@@ -307,7 +234,7 @@ def save_init_refuses_link(capsys: Capture) -> bool:
 
 
 @pytest.mark.usefixtures("sources")
-@pytest.mark.parametrize("file", slow_except(FILES, [FILES[0], FILES[-1]]))
+@pytest.mark.parametrize("file", [".prep/lock", "hf/config.json"])
 def test_save_init_rejects_file_links_in_partial_output(capsys, file: str):
     target, link = Path("target"), Path("out.partial", file)
     target.write_text("mine")
@@ -323,13 +250,7 @@ def test_save_init_rejects_file_links_in_partial_output(capsys, file: str):
 @pytest.mark.usefixtures("sources")
 @pytest.mark.parametrize(
     "folder",
-    [
-        "out.partial",
-        "out.partial/.prep",
-        "out.partial/.prep/done",
-        "out.partial/d",
-        "out.partial/hf",
-    ],
+    ["out.partial", "out.partial/.prep", "out.partial/.prep/done", "out.partial/d"],
 )
 def test_save_init_rejects_folder_links_in_partial_output(capsys, folder: str):
     target = Path("elsewhere")
@@ -413,9 +334,8 @@ def test_leaf_in_place_of_a_file_is_refused(name: str):
 def test_parse_out_url_accepts_a_path():
     assert parse_out_url(Path("gs://bucket/a/b")) == ObjectStoreUrl("gs", "bucket", "a/b")
     assert parse_out_url(Path("s3://bucket/a/")) == ObjectStoreUrl("s3", "bucket", "a")
-    assert [
-        parse_out_url(path) for path in (None, Path("a/b"), Path("/a/b"), Path("a:b"), Path("../a"))
-    ] == [None] * 5
+    for local in (None, Path("a/b"), Path("/a/b"), Path("a:b"), Path("../a")):
+        assert parse_out_url(local) is None
     with pytest.raises(PrepError) as caught:
         parse_out_url(Path("abfs://bucket/a"))
     assert caught.value.code == 2
@@ -427,3 +347,253 @@ def test_url_without_a_bucket_is_no_local_folder(text: str):
     with pytest.raises(PrepError, match="is an invalid URL") as caught:
         parse_out_url(Path(text))
     assert caught.value.what.startswith(f"`{text}`")
+
+
+# Paths and files that users mistake: each ends in one error with the way out, before any work
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model `m`, a copy `hub/m` and `models/init` made from it. Tests only copy it."""
+    folder = tmp_path_factory.mktemp("models")
+    make_checkpoint(folder / "m", LLAMA)
+    shutil.copytree(folder / "m", folder / "hub" / "m")
+    run_ok("save-init", str(folder / "m"), "--out", str(folder / "models" / "init"))
+    return folder
+
+
+@pytest.fixture
+def models(template: Path, tmp_path: Path) -> None:
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
+
+
+# Exit code | command | parts of the error
+MISTAKES = """
+1 | export hub/ | `hub` holds no checkpoint | name `hub/m`
+1 | inspect models/init --source-layout tunixx | `--source-layout tunixx` is unknown | did you mean `tunix`?
+1 | save-init m --config models/init | models/init has no config.json | `--config models/init/hf`
+2 | save-init m --out / | the source is inside the output / | it would be deleted
+2 | roundtrip m --layout init --out m/proof.json | m/proof.json is inside the source | `--out ../proof.json`
+1 | roundtrip m --layout init --out proofs/m.json | cannot read or write proofs/m.json | create the folder proofs
+1 | map suggest m models/init --out maps/m.map | cannot read or write maps/m.map | create the folder maps
+1 | lock m --out m/config.json/lock.json | cannot read or write | another folder than m/config.json, which is a file
+1 | lock m --html pages/m.html | cannot read or write pages/m.html | create the folder pages
+1 | report runs/typo | runs/typo does not exist
+1 | roundtrip m --layout init --out models | models is not a file | it is a folder
+1 | save-init m --map models | models is not a file | name a file
+2 | verify models/init --chain --search archive | `--search archive` is not a folder
+1 | launch slurm --out jobs/a.sh -- inspect m | cannot read or write jobs/a.sh | create the folder jobs
+1 | launch slurm --out m/config.json/a.sh -- inspect m | another folder than m/config.json, which is a file
+"""
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize("row", MISTAKES.strip().splitlines())
+def test_mistaken_path_is_one_error_with_a_hint(row: str, capsys: Capture):
+    code, command, *parts = row.split(" | ")
+    before = sorted(Path().rglob("*"))
+    error = " ".join(run_failing(capsys, int(code), *command.split()).split())
+    for part in parts:
+        assert part in error
+    assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.usefixtures("models")
+def test_run_without_a_step_is_not_read_from_its_subfolder(capsys: Capture):
+    for name in ("recipe.toml", "environment.json"):
+        Path("hub", name).touch()
+    error = run_failing(capsys, FAILED, "inspect", "hub")
+    assert "no step of the run hub is saved yet" in error
+
+
+@pytest.mark.usefixtures("models")
+def test_empty_state_of_an_optimizer_is_damaged(capsys: Capture):
+    make_trainer_checkpoint(Path("checkpoint-4"), 4)
+    Path("checkpoint-4/optimizer.pt").write_bytes(b"")
+    error = run_failing(capsys, FAILED, "save-init", "checkpoint-4", "--training-state")
+    assert "optimizer.pt is damaged" in error
+    assert "it is empty" in error
+
+
+def test_home_folder_stands_for_a_tilde(monkeypatch: pytest.MonkeyPatch):
+    """A shell leaves it in `--out=~/NAME`. A later `rm -r ~` would not remove the output alone."""
+    monkeypatch.setenv("HOME", str(Path("home").absolute()))
+    make_checkpoint(Path("home"), LLAMA)
+    assert main(["save-init", "~", "--out=~/../first", "-q"]) == OK
+    assert main(["lock", "home", "--out=~/../home.json", "-q"]) == OK
+    prep.reshard("first", out=Path("~/../second"), mesh="1,1,1")
+    make_adapter(Path("home/adapter"), {"model.layers.0.self_attn.q_proj": (32, 32)})
+    prep.merge("~/adapter", "~", out="~/../third")
+    assert Path("home.json").exists()
+    assert Path("third/prep-manifest.json").exists()
+    assert Path("second/prep-manifest.json").exists()
+    assert not Path("~").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recipes", "copy", "gpt2", "--out=~/script"],
+        ["launch", "slurm", "~/own.toml", "--out=~/script"],
+    ],
+)
+def test_commands_without_function_expand_a_tilde(
+    monkeypatch: pytest.MonkeyPatch, words: list[str]
+):
+    home = Path("home").absolute()
+    home.mkdir()
+    shutil.copy(shipped_recipe("gpt2"), home / "own.toml")
+    monkeypatch.setenv("HOME", str(home))
+    assert main([*words, "-q"]) == OK
+    assert (home / "script").is_file()
+    assert not Path("~").exists()
+
+
+@pytest.mark.usefixtures("models")
+def test_output_leaves_no_folder_on_its_way():
+    before = {path.name for path in Path().iterdir()}
+    assert main(["save-init", "m", "--out", "new/deep/../../x", "-q"]) == OK
+    assert {path.name for path in Path().iterdir()} == {*before, "x"}
+
+
+@pytest.mark.usefixtures("models")
+def test_next_command_quotes_a_path_with_spaces(capsys: Capture):
+    Path("m").rename("my model")
+    assert main(["save-init", "my model", "--out", "an init"]) == OK
+    assert "next: prep train RECIPE --set model.path='an init'\n" in capsys.readouterr().err
+    assert main(["export", "an init", "--out", "my export"]) == OK
+    command = capsys.readouterr().err.rpartition("next: ")[2].strip()
+    assert command == "prep verify 'my export' 'an init'"
+    assert main(shlex.split(command)[1:]) == OK
+
+
+# Small outputs of commands: lock files, maps, certificates, pages and scripts are local files
+
+
+COMMANDS = (
+    "lock ./model --out gs://bucket/result",
+    "lock ./model --html gs://bucket/result",
+    "inspect ./model --html gs://bucket/result",
+    "roundtrip ./model --out gs://bucket/result",
+    "map suggest ./model ./model --out gs://bucket/result",
+    "plan ./model --html gs://bucket/result",
+    "report run --out gs://bucket/result",
+    "recipes copy llama-7b --out gs://bucket/result",
+    "launch slurm --out gs://bucket/result -- save-init ./model",
+    "demo --out gs://bucket/result",
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_small_outputs_in_a_bucket_are_refused(command: str, tmp_path: Path, capsys: Capture):
+    make_checkpoint(Path("model"), LLAMA)
+    error = run_failing(capsys, USAGE, *shlex.split(command))
+    assert "cannot write gs://bucket/result" in error
+    assert "name a local path" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+# Pointers of Git LFS in place of files: each command names the file and the command that gets it
+
+
+POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\n"
+    b"oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\n"
+    b"size 17209961\n"
+)
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def pointer_model() -> None:
+    make_checkpoint(Path("m"), LLAMA, files=1)
+
+
+def check_error(capsys: Capture, *command: str, file: str) -> None:
+    """Assert that a command ends with the error for a pointer."""
+    capsys.readouterr()
+    assert main([*command]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    what, why, hint = captured.err.strip().splitlines()[-3:]
+    assert what.endswith(f"{file} is a Git LFS pointer")
+    assert why.strip() == "why: it only refers to the real file"
+    assert hint.strip() == "hint: run `git lfs pull`"
+
+
+@pytest.mark.usefixtures("pointer_model")
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.model"])
+def test_pointers_beside_the_weights_are_not_converted(name: str, capsys: Capture):
+    Path("m", name).write_bytes(POINTER)
+    check_error(capsys, "save-init", "./m", "--out", "init", file=name)
+    check_error(capsys, "pad-vocab", "./m", "--multiple", "8", "--out", "padded", file=name)
+    check_error(capsys, "lock", "./m", "--out", "lock.json", file=name)
+    assert sorted(path.name for path in Path().iterdir()) == ["m"]
+
+
+@pytest.mark.usefixtures("pointer_model")
+@pytest.mark.parametrize("name", [WEIGHTS, "pytorch_model.bin.index.json", "consolidated.00.pth"])
+def test_pointers_in_place_of_weights_are_named(name: str, capsys: Capture):
+    Path("m", WEIGHTS).unlink()
+    Path("m", name).write_bytes(POINTER)
+    check_error(capsys, "save-init", "./m", "--out", "init", file=name)
+    check_error(capsys, "inspect", "./m", file=name)
+
+
+@pytest.mark.usefixtures("pointer_model")
+def test_pointer_in_place_of_one_shard_is_named(capsys: Capture):
+    shutil.rmtree("m")
+    make_checkpoint(Path("m"), LLAMA, files=3)
+    shard = sorted(Path("m").glob("*.safetensors"))[-1]
+    shard.write_bytes(POINTER)
+    check_error(capsys, "save-init", "./m", "--out", "init", file=shard.name)
+
+
+@pytest.mark.usefixtures("pointer_model")
+@pytest.mark.parametrize("name", ["x.gguf", "x.pt", "x.msgpack"])
+def test_pointer_in_place_of_a_single_file_is_named(name: str, capsys: Capture) -> None:
+    Path(name).write_bytes(POINTER)
+    check_error(capsys, "save-init", f"./{name}", "--out", "init", file=name)
+    options = ("--quantized", "dequantize", "--out", "init")
+    check_error(capsys, "save-init", f"./{name}", *options, file=name)
+    check_error(capsys, "inspect", f"./{name}", file=name)
+    check_error(capsys, "verify", f"./{name}", "./m", file=name)
+
+
+@pytest.mark.usefixtures("pointer_model")
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_pointer_in_place_of_a_tokenizer_is_named(name: str, capsys: Capture):
+    Path("m", name).write_bytes(POINTER)
+    check_error(capsys, "generate", "./m", "--prompt", "x", file=name)
+    Path("text.txt").write_text("x\n")
+    check_error(capsys, "eval", "./m", "--data", "text.txt", file=name)
+    Path("tokens.txt").write_text("<new>\n")
+    options = ("--tokens", "tokens.txt", "--out", "more")
+    check_error(capsys, "add-tokens", "./m", *options, file=name)
+
+
+# Small files that cannot be copied stop a conversion before any weights are read
+
+
+def test_unreadable_tokenizer_fails_before_weights_are_moved(
+    monkeypatch: MonkeyPatch, capsys: Capture
+):
+    make_checkpoint(Path("model"), LLAMA)
+    Path("model/tokenizer.json").write_text("{}")
+    real_open = os.open
+
+    def refuse(path: Any, *args: Any, **options: Any) -> int:
+        # The tests may run as root, whom no permission stops.
+        if os.fspath(path).endswith("tokenizer.json"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+        return real_open(path, *args, **options)
+
+    def move(*args: object, **options: object) -> None:
+        pytest.fail("weights were moved")
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(Pipeline, "run", move)
+    assert main(["save-init", "model", "--out", "output", "-q"]) == FAILED
+    error = capsys.readouterr().err
+    assert "tokenizer.json" in error
+    assert "Permission denied" in error
