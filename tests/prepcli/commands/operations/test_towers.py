@@ -1,4 +1,4 @@
-"""Multimodal models: the text part as a family's parameters, the towers beside it, and the same files back."""
+"""Tensors beside the text model: towers of multimodal models, and layers of multi-token prediction."""
 
 from __future__ import annotations
 
@@ -6,24 +6,31 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy as safetensors_numpy
 
 import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.commands.testing.tiny_model import model_logits, tiny_transformer
+from prepcli.core.errors import USAGE
 from prepcli.core.formatting import format_bytes
-from tests.helpers.fork_server import PREP, run_python, run_two_processes
+from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.manifests import changed_manifest
+from tests.helpers.quantized_formats import fp8
 from tests.helpers.range_server import serve_ranges
-from tests.helpers.run_cli import Capture, error_lines, run_ok
+from tests.helpers.run_cli import Capture, error_lines, run_failing_unchanged, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.stored_tensors import StoredTensor, safetensors_bytes, write_safetensors
+from tests.helpers.tiny_checkpoints import LLAMA, checkpoint_tensors, read_tensors, write_checkpoint
+from tests.helpers.tiny_configs import GOLDEN
+from tests.helpers.tokenizer_folders import train_tokenizer, write_json
 from tests.helpers.towers import PROCESSOR, TYPES, read_golden, write_model
 
 LOGITS_ATOL = 2e-5
@@ -89,50 +96,6 @@ def test_item_has_towers_beside_params():
     assert np.asarray(tree["params"]["embed"]["tokens"]).tobytes() == embedding[2]
 
 
-@pytest.mark.slow
-def test_large_dims_of_towers_are_split():
-    tensors = write_model("llava")
-    shape = (2048, 1024)
-    large = ("F32", shape, bytes(4 * 2048 * 1024))
-    tensors |= {"projector.1.weight": large, "projector.2.weight": large}
-    write_safetensors(Path("m/model.safetensors"), tensors)
-    run_ok(
-        "save-init", "./m", "--mesh", "1,2,4", "--rule", r"re:^towers\.projector\.weight=none,mp"
-    )
-    leaves = read_json("m-init/prep-manifest.json")["leaves"]
-    assert leaves["towers.projector.1.weight"]["chunk"] == [2048, 256]
-    run_ok("save-init", "./m", "--mesh", "1,2,4", "--out", "other")
-    leaves = read_json("other/prep-manifest.json")["leaves"]
-    assert leaves["towers.projector.1.weight"]["chunk"] == [512, 512]
-
-
-@pytest.mark.slow
-def test_tower_tensors_without_elements_round_trip():
-    tensors = write_model("llava")
-    tensors["vision_tower.none.weight"] = ("F32", (0, 4), b"")
-    write_safetensors(Path("m/model.safetensors"), tensors)
-    run_ok("save-init", "./m", "--mesh", "1,2,2")
-    run_ok("reshard", "m-init", "--mesh", "1,4,1", "--out", "other")
-    run_ok("verify", "other", "./m")
-    run_ok("export", "other", "--out", "hf")
-    check_export("hf", tensors)
-
-
-@pytest.mark.slow
-def test_verbatim_keeps_names_of_multimodal_model():
-    tensors = write_model("llava")
-    run_ok("save-init", "./m", "--verbatim", "--out", "verbatim")
-    run_ok("reshard", "verbatim", "--mesh", "1,1,2", "--out", "other")
-    run_ok("export", "other", "--out", "hf")
-    check_export("hf", tensors)
-    assert read_json("other/prep-manifest.json")["family"] == "verbatim"
-    # The export keeps the choice, and `--no-verbatim` takes it back.
-    run_ok("save-init", "./hf", "--out", "again")
-    assert read_json("again/prep-manifest.json")["family"] == "verbatim"
-    run_ok("save-init", "./hf", "--no-verbatim", "--out", "text")
-    assert read_json("text/prep-manifest.json")["family"] == "llama"
-
-
 def test_pad_vocab_changes_text_vocabulary():
     tensors = write_model("llava")
     before = read_json("m/config.json")
@@ -159,17 +122,6 @@ def test_pad_vocab_counts_towers_of_full_copy(capsys: Capture):
     assert f"the output is a full copy of {format_bytes(nbytes)}" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_init_with_padded_vocabulary_exports_source():
-    tensors = write_model("qwen3_vl")
-    before = read_json("m/config.json")
-    run_ok("save-init", "./m", "--pad-vocab", "100")
-    assert read_json("m-init/hf/config.json")["text_config"]["vocab_size"] == 200
-    run_ok("export", "m-init")
-    assert safetensors_bytes(Path("m-hf")) == tensors
-    assert read_json("m-hf/config.json") == before
-
-
 def test_first_layers_of_text_part_keep_towers():
     tensors = write_model("llava")
     run_ok("save-init", "./m", "--layers", "1")
@@ -194,11 +146,10 @@ def test_cast_applies_to_towers():
     assert config["dtype"] == config["text_config"]["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("source", slow_except(["./m", "m-init"], ["m-init"]))
-def test_text_only_export_is_text_model(source: str):
+def test_text_only_export_is_text_model():
     tensors = write_model("qwen3_vl")
     run_ok("save-init", "./m")
-    run_ok("export", source, "--text-only", "--out", "text")
+    run_ok("export", "m-init", "--text-only", "--out", "text")
     text = safetensors_bytes(Path("text"))
     prefix = "model.language_model."
     assert text == {
@@ -211,28 +162,11 @@ def test_text_only_export_is_text_model(source: str):
     run_ok("save-init", "./text", "--out", "text-init")
 
 
-@pytest.mark.slow
-def test_verify_compares_text_parts_if_one_side_has_towers(capsys: Capture):
-    write_model("qwen3_vl")
-    run_ok("save-init", "./m")
-    run_ok("export", "m-init", "--text-only", "--out", "text")
-    for checkpoints in (("text", "m-init"), ("./m", "text")):
-        capsys.readouterr()
-        assert main(["verify", *checkpoints]) == 0
-        assert "ignored: only the text part is compared" in capsys.readouterr().err
-    data = (Path("text") / "model.safetensors").read_bytes()
-    (Path("text") / "model.safetensors").write_bytes(data[:-4] + b"\0\0\0\0")
-    assert main(["verify", "text", "m-init"]) == 1
-
-
-@pytest.mark.parametrize(
-    "kept", [pytest.param(("none",), marks=pytest.mark.slow), ("multi_modal_projector",)]
-)
-def test_verify_reports_lost_towers(kept: tuple[str, ...]):
+def test_verify_reports_lost_towers():
     tensors = write_model("llava")
     run_ok("save-init", "./m")
     shutil.copytree("m", "broken")
-    names = ("language_model.", *kept)
+    names = ("language_model.", "multi_modal_projector")
     left = {name: tensor for name, tensor in tensors.items() if name.startswith(names)}
     write_safetensors(Path("broken/model.safetensors"), left)
     for checkpoints in (("./m", "./broken"), ("./broken", "./m"), ("m-init", "./broken")):
@@ -248,35 +182,6 @@ def test_verify_compares_towers_by_names_of_the_file():
     run_ok("verify", "verbatim", "./m")
     run_ok("export", "./m", "--text-only", "--out", "text")
     assert main(["verify", "verbatim", "text"]) == 1
-
-
-@pytest.mark.slow
-def test_damaged_tower_is_an_error(capsys: Capture):
-    write_model("llava")
-    run_ok("save-init", "./m")
-    name = "multi_modal_projector.linear_1.weight"
-    with changed_manifest(Path("m-init")) as manifest:
-        manifest["tensors"][name]["digests"] = [[0, 64, "0" * 32]]
-    (line, *_) = errors_of(capsys, "export", "m-init", "--out", "hf")
-    assert line == f"error: {name} in m-init is damaged"
-    assert not Path("hf").exists()
-
-
-@pytest.mark.slow
-def test_workers_write_towers_together():
-    tensors = write_model("gemma3")
-    run_ok("save-init", "./m", "--workers", "2")
-    run_ok("export", "m-init", "--workers", "2", "--out", "hf")
-    check_export("hf", tensors)
-
-
-@pytest.mark.slow
-def test_processes_write_one_output(tmp_path: Path):
-    tensors = write_model("qwen3_vl")
-    words = ("save-init", "./m", "--mesh", "1,2,2", "--out", "init", "-q")
-    assert run_two_processes(*words, cwd=tmp_path) == [0, 0]
-    run_ok("export", "init", "--out", "hf")
-    check_export("hf", tensors)
 
 
 def test_towers_are_streamed_from_the_hub(tmp_path: Path):
@@ -322,11 +227,10 @@ def test_wrapper_with_other_computation_stays_verbatim():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("like", slow_except(["./m", "m-init"], ["./m"]))
-def test_saved_params_export_with_towers_of_like(like: str):
+def test_saved_params_export_with_towers_of_like():
     tensors = write_model("llava")
     run_ok("save-init", "./m")
-    prep.save_params(prep.load_params("m-init"), "saved", like=like)
+    prep.save_params(prep.load_params("m-init"), "saved", like="./m")
     run_ok("export", "saved", "--out", "hf")
     assert safetensors_bytes(Path("hf")) == tensors
     assert read_json("hf/config.json") == read_json("m/config.json")
@@ -339,18 +243,6 @@ def write_bare_model() -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]
     text = {name: t for name, t in tensors.items() if name.startswith("language_model.")}
     write_safetensors(Path("bare/model.safetensors"), text)
     return tensors, text
-
-
-@pytest.mark.slow
-def test_model_without_stored_towers_round_trips():
-    _, text = write_bare_model()
-    run_ok("save-init", "./bare", "--mesh", "1,2,2")
-    run_ok("reshard", "bare-init", "--mesh", "1,4,1", "--no-scan", "--out", "other")
-    for checkpoint in ("bare-init", "other"):
-        run_ok("export", checkpoint, "--out", "hf", "--overwrite")
-        check_export("hf", text)
-        run_ok("verify", "hf", checkpoint)
-        run_ok("verify", checkpoint, "./bare")
 
 
 def test_model_without_stored_towers_exports_with_named_ones():
@@ -382,19 +274,6 @@ def test_saved_params_without_path_name_no_towers(capsys: Capture):
     assert "--text-only" in lines[-1]
 
 
-@pytest.mark.slow
-def test_lock_approves_towers(capsys: Capture):
-    tensors = write_model("llava")
-    run_ok("lock", "./m", "--out", "m.lock")
-    run_ok("save-init", "./m", "--lock", "m.lock")
-    name = "multi_modal_projector.linear_1.weight"
-    code, shape, data = tensors[name]
-    changed = {**tensors, name: (code, shape, data[::-1])}
-    write_safetensors(Path("m/model.safetensors"), changed)
-    (line, *_) = errors_of(capsys, "save-init", "./m", "--lock", "m.lock", "--out", "other")
-    assert line == f"error: {name} in ./m is damaged"
-
-
 def test_inspect_names_text_family_and_model(capsys: Capture):
     write_model("llava")
     run_ok("save-init", "./m")
@@ -406,7 +285,6 @@ def test_inspect_names_text_family_and_model(capsys: Capture):
 # Quantised multimodal models: decoded text parts are those of their family, and the quantised bytes come back
 
 
-TEXT_FAMILIES = {"llava": "llama", "qwen3_vl": "qwen3"}
 BLOCK = 16
 
 
@@ -445,59 +323,12 @@ def write_quantized(model_type: str) -> tuple[dict[str, StoredTensor], dict[str,
     return stored, decoded
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", slow_except(TEXT_FAMILIES, ["llava"]))
-def test_decoded_text_part_has_its_family(model_type: str):
-    _, decoded = write_quantized(model_type)
-    run_ok("save-init", "./m", "--quantized", "dequantize", "--mesh", "1,2,2")
-    assert read_json("m-init/prep-manifest.json")["family"] == TEXT_FAMILIES[model_type]
-    run_ok("export", "m-init", "--quantized", "dequantize", "--out", "values")
-    assert safetensors_bytes(Path("values")) == decoded
-    config = read_json("m/config.json")
-    del config["quantization_config"]
-    assert read_json("values/config.json") == config
-    run_ok("verify", "m-init")
-    run_ok("verify", "m-init", "./m")
-    run_ok("verify", "./m", "m-init")
-    run_ok("verify", "m-init", "values")
-
-
-@pytest.mark.parametrize(
-    "options", slow_except([[], ["--quantized-source", "./m"]], [["--quantized-source", "./m"]])
-)
-@pytest.mark.parametrize("model_type", slow_except(TEXT_FAMILIES, ["llava"]))
-def test_export_of_multimodal_model_has_quantised_bytes(model_type: str, options: list[str]):
-    stored, _ = write_quantized(model_type)
+def test_export_of_multimodal_model_has_quantised_bytes():
+    stored, _ = write_quantized("llava")
     run_ok("save-init", "./m", "--quantized", "dequantize", "--pad-vocab", "100")
-    run_ok("export", "m-init", *options, "--out", "hf")
+    run_ok("export", "m-init", "--quantized-source", "./m", "--out", "hf")
     assert safetensors_bytes(Path("hf")) == stored
     assert read_json("hf/config.json") == read_json("m/config.json")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "extra",
-    slow_except(
-        ["", "model.language_model.layers.0.self_attn.extra"],
-        ["model.language_model.layers.0.self_attn.extra"],
-    ),
-)
-def test_decoded_wrapped_multimodal_model_verifies(extra: str):
-    stored, decoded = write_quantized("qwen3_vl")
-    prefixed = {f"_orig_mod.{name}": tensor for name, tensor in stored.items()}
-    drop: tuple[str, ...] = ()
-    if extra:
-        prefixed[f"_orig_mod.{extra}"] = ("F32", (3,), bytes(12))
-        drop = ("--drop", "*.extra")
-    write_safetensors(Path("m/model.safetensors"), prefixed)
-    run_ok("save-init", "./m", "--quantized", "dequantize", *drop)
-    assert read_json("m-init/prep-manifest.json")["family"] == "qwen3"
-    run_ok("export", "m-init", "--quantized", "dequantize", "--out", "values")
-    assert safetensors_bytes(Path("values")) == decoded
-    run_ok("verify", "m-init", "./m")
-    run_ok("verify", "./m", "m-init")
-    run_ok("save-init", "./m", "--quantized", "keep", *drop, "--out", "kept")
-    run_ok("verify", "kept", "./m")
 
 
 def test_text_only_export_of_decoded_model_writes_values():
@@ -524,19 +355,243 @@ def test_first_layers_of_decoded_text_part_keep_towers():
     }
 
 
-@pytest.mark.slow
-def test_verbatim_keeps_names_of_decoded_multimodal_model():
-    stored, _ = write_quantized("llava")
-    run_ok("save-init", "./m", "--quantized", "dequantize", "--verbatim")
-    assert read_json("m-init/prep-manifest.json")["family"] == "verbatim"
-    run_ok("verify", "m-init", "./m")
-    run_ok("export", "m-init", "--out", "hf")
-    assert safetensors_bytes(Path("hf")) == stored
-
-
 def test_load_params_reads_decoded_text_part():
     _, decoded = write_quantized("llava")
     run_ok("save-init", "./m", "--quantized", "dequantize")
     params = prep.load_params("m-init")
     embedding = decoded["language_model.model.embed_tokens.weight"]
     assert np.asarray(params["embed"]["tokens"]).tobytes() == embedding[2]
+
+
+# Embeddings and heads of multi-token prediction have the vocabulary rows of their model in every output
+
+
+GLM = GOLDEN["glm4_moe"] | {"num_nextn_predict_layers": 1}
+LAYER = f"model.layers.{GLM['num_hidden_layers']}."
+
+
+Arrays = dict[str, np.ndarray]
+WIDTH = GLM["hidden_size"]
+SIZE = GLM["vocab_size"]
+EMBEDDING = f"{LAYER}embed_tokens.weight"
+HEAD = f"{LAYER}shared_head.head.weight"
+# Config, and the embeddings and heads of its multi-token prediction. Published files have such names.
+VOCABULARY_CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "glm4_moe": (GLM, (EMBEDDING, HEAD)),
+    "deepseek_v3": (GOLDEN["deepseek_v3"], (EMBEDDING, HEAD)),
+    "glm4_moe_lite": (GOLDEN["glm4_moe_lite"], (EMBEDDING, HEAD)),
+    "qwen3_next": (GOLDEN["qwen3_next"], ("mtp.embed_tokens.weight", "mtp.lm_head.weight")),
+    "llama": (LLAMA, (f"{LAYER}transformer.shared_head.output.weight",)),
+}
+NORM = f"{LAYER}shared_head.norm.weight"
+PROJECTION = f"{LAYER}eh_proj.weight"
+NO_SHAPES: Mapping[str, tuple[int, ...]] = {}
+
+
+def write_vocabulary(
+    config: Mapping[str, Any] = GLM,
+    names: tuple[str, ...] = (EMBEDDING, HEAD),
+    shapes: Mapping[str, tuple[int, ...]] = NO_SHAPES,
+) -> Arrays:
+    """Write a model with multi-token prediction, with tensors of further shapes, to `m`, and return all tensors."""
+    config = dict(config)
+    tensors = checkpoint_tensors(config, "float32", tied=False, legacy=False)
+    rng = np.random.default_rng(0)
+    width = config["hidden_size"]
+    rows = config["vocab_size"]
+    copies = dict.fromkeys(names, (rows, width))
+    others = {NORM: (width,), PROJECTION: (width, 2 * width)}
+    for name, shape in {**copies, **others, **shapes}.items():
+        tensors[name] = rng.standard_normal(shape).astype(np.float32)
+    write_checkpoint(Path("m"), config, tensors)
+    return read_tensors(Path("m"))
+
+
+def write_model_with_tokenizer() -> tuple[int, Arrays]:
+    """Write a model with a tokenizer, and return the number of its tokens and its tensors."""
+    tokenizer = train_tokenizer("wordlevel", 0)
+    size = tokenizer.get_vocab_size()
+    tensors = write_vocabulary(GLM | {"vocab_size": size})
+    tokenizer.save("m/tokenizer.json")
+    write_json(Path("tokens.json"), ["<tool>", "<end>"])
+    return size, tensors
+
+
+def write_quantized_head(tensors: Mapping[str, np.ndarray]) -> None:
+    """Write the model `m` again with projections and the head of its prediction in fp8."""
+    rng = np.random.default_rng(0)
+    stored: Arrays = {}
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and (name.endswith("_proj.weight") or name == HEAD):
+            parts, _ = fp8(rng, tensor.shape)
+            stored |= {name.removesuffix("weight") + end: part for end, part in parts.items()}
+        else:
+            stored[name] = tensor.astype(ml_dtypes.bfloat16)
+    for path in (*Path("m").glob("*.safetensors"), *Path("m").glob("*.index.json")):
+        path.unlink()
+    Path("m/model.safetensors").write_bytes(safetensors_numpy.save(stored))
+    settings = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    config = json.loads(Path("m/config.json").read_text())
+    write_json(Path("m/config.json"), config | {"quantization_config": settings})
+
+
+def is_vocabulary(name: str) -> bool:
+    words = ("embed_tokens", "lm_head", "shared_head.head", "shared_head.output")
+    return any(word in name for word in words)
+
+
+def check_rows(folder: str, before: Mapping[str, np.ndarray], kept: int, rows: int) -> Arrays:
+    """Check that each vocabulary has its first `kept` rows and `rows` rows in all, and return the new rows.
+
+    The other tensors must be equal. The judge is the safetensors library.
+    """
+    tensors = read_tensors(Path(folder))
+    assert tensors.keys() == before.keys()
+    added: Arrays = {}
+    for name, tensor in tensors.items():
+        if is_vocabulary(name):
+            assert tensor.shape == (rows, *before[name].shape[1:]), name
+            assert tensor[:kept].tobytes() == before[name][:kept].tobytes(), name
+            added[name] = tensor[kept:]
+        else:
+            assert tensor.tobytes() == before[name].tobytes(), name
+    config = json.loads(Path(folder, "config.json").read_text())
+    assert config.get("text_config", config)["vocab_size"] == rows
+    return added
+
+
+def check_equal(folder: str, expected: Mapping[str, np.ndarray]) -> None:
+    """Check that a folder has the bytes of these tensors, as the safetensors library reads them."""
+    tensors = read_tensors(Path(folder))
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert tensor.shape == expected[name].shape, name
+        assert tensor.tobytes() == expected[name].tobytes(), name
+
+
+@pytest.mark.parametrize("model_type", slow_except(list(VOCABULARY_CASES), ["glm4_moe"]))
+def test_pad_vocab_pads_prediction(model_type: str):
+    config, names = VOCABULARY_CASES[model_type]
+    tensors = write_vocabulary(config | {"num_nextn_predict_layers": 1}, names)
+    size = config["vocab_size"]
+    run_ok("pad-vocab", "./m", "--multiple", "64", "--out", "padded")
+    padding = check_rows("padded", tensors, size, -(-size // 64) * 64)
+    assert {*names} < padding.keys()
+    assert not any(rows.any() for rows in padding.values())
+    run_ok("verify", "padded", "./m")
+    run_ok("verify", "padded", "--chain")
+    run_ok("export", "./padded", "--out", "unpadded")
+    check_equal("unpadded", tensors)
+    run_ok("save-init", "./padded", "--out", "init")
+    run_ok("export", "init", "--out", "hf")
+    check_equal("hf", tensors)
+
+
+def test_padded_init_has_padded_prediction():
+    tensors = write_vocabulary()
+    run_ok("save-init", "./m", "--mesh", "1,2,1", "--pad-vocab", "64", "--out", "init")
+    run_ok("reshard", "init", "--mesh", "1,1,1", "--no-scan", "--out", "other")
+    for checkpoint in ("init", "other"):
+        run_ok("verify", checkpoint)
+        run_ok("verify", checkpoint, "./m")
+        run_ok("export", checkpoint, "--keep-padding", "--out", f"{checkpoint}-padded")
+        padding = check_rows(f"{checkpoint}-padded", tensors, SIZE, 64)
+        assert not any(rows.any() for rows in padding.values())
+        run_ok("export", checkpoint, "--out", f"{checkpoint}-hf")
+        check_equal(f"{checkpoint}-hf", tensors)
+        run_ok("verify", f"{checkpoint}-hf", "--chain")
+
+
+def test_padding_of_prediction_has_the_requested_values():
+    tensors = write_vocabulary()
+    run_ok("pad-vocab", "./m", "--size", "40", "--init", "mean", "--out", "padded")
+    padding = check_rows("padded", tensors, SIZE, 40)
+    assert {EMBEDDING, HEAD} < padding.keys()
+    for name, rows in padding.items():
+        mean = np.tile(tensors[name].mean(axis=0, dtype=np.float64), (len(rows), 1))
+        np.testing.assert_allclose(rows, mean, rtol=1e-5, atol=1e-6)
+    run_ok("verify", "padded", "--chain")
+
+
+def test_wrapped_model_has_padded_prediction():
+    tensors = write_vocabulary()
+    shutil.copytree("m", "w", ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    wrapped = {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()}
+    Path("w/model.safetensors").write_bytes(safetensors_numpy.save(wrapped))
+    run_ok("pad-vocab", "./w", "--multiple", "64", "--out", "padded")
+    check_rows("padded", tensors, SIZE, 64)
+    run_ok("verify", "padded", "./w")
+
+
+def test_tokens_are_added_to_prediction():
+    size, tensors = write_model_with_tokenizer()
+    run_ok("add-tokens", "./m", "--tokens", "tokens.json", "--out", "added")
+    run_ok("export", "added", "--keep-padding", "--out", "hf")
+    added = check_rows("hf", tensors, size, size + 2)
+    for name, values in added.items():
+        assert values.any(axis=1).all(), name
+    run_ok("verify", "added")
+    run_ok("verify", "added", "--chain")
+    run_ok("remove-tokens", "added", "--out", "removed")
+    run_ok("export", "removed", "--out", "back")
+    check_equal("back", {n: t[:size] if is_vocabulary(n) else t for n, t in tensors.items()})
+    run_ok("verify", "removed", "--chain")
+
+
+def test_quantized_head_of_prediction_is_refused(capsys: Capture):
+    _, tensors = write_model_with_tokenizer()
+    write_quantized_head(tensors)
+    words = ("add-tokens", "./m", "--tokens", "tokens.json", "--out", "added")
+    code, lines = run_failing_unchanged(capsys, *words)
+    assert code == USAGE
+    assert HEAD in lines[1]
+    assert "--quantized dequantize" in lines[2]
+
+
+# A tensor that keeps its rows, by its name and shape: it has the name of a head and other rows, or the shape of an
+# embedding and an unknown name.
+UNFIT = [(HEAD, (3, 5)), (f"{LAYER}token_table.weight", (SIZE, WIDTH))]
+
+
+@pytest.mark.parametrize(("name", "shape"), slow_except(UNFIT, [UNFIT[1]]))
+def test_unfit_prediction_is_refused(name: str, shape: tuple[int, ...], capsys: Capture):
+    tensors = write_vocabulary(names=(EMBEDDING,), shapes={name: shape})
+    code, lines = run_failing_unchanged(
+        capsys, "save-init", "./m", "--pad-vocab", "64", "--out", "padded"
+    )
+    assert code == USAGE
+    assert lines == [
+        "error: the multi-token prediction of ./m does not fit 64 vocabulary rows",
+        f"  why: `{name}` is float32 {list(shape)}",
+        " hint: `prep export ./m --text-only` leaves it out",
+    ]
+    # Without a change of the vocabulary, the tensor is copied.
+    assert main(["save-init", "./m", "--out", "init"]) == 0
+    has_warning = shape[0] != SIZE
+    warning = f"multi-token prediction has other vocabulary rows than its model: {name}"
+    assert (warning in capsys.readouterr().err) == has_warning
+    run_ok("export", "init", "--out", "hf")
+    check_equal("hf", tensors)
+    run_ok("export", "./m", "--text-only", "--out", "text")
+    run_ok("save-init", "./text", "--pad-vocab", "64", "--out", "padded")
+
+
+def test_layer_projection_with_vocabulary_rows_is_kept():
+    name = f"{LAYER}self_attn.q_proj.weight"
+    tensors = write_vocabulary(shapes={name: (SIZE, WIDTH)})
+    run_ok("pad-vocab", "./m", "--multiple", "64", "--out", "padded")
+    check_rows("padded", tensors, SIZE, 64)
+
+
+def test_verify_finds_other_rows_of_prediction():
+    tensors = write_vocabulary()
+    config = json.loads(Path("m/config.json").read_text())
+    write_checkpoint(Path("other"), config, tensors | {HEAD: tensors[HEAD][:-9]})
+    for pair in (("./m", "./other"), ("./other", "./m")):
+        results = [prep.verify(*pair), prep.verify(*pair, quick=True)]
+        results.append(prep.verify(*pair, tolerance=0.0))
+        for result in results:
+            (difference,) = result.differences
+            assert not result
+            assert difference["tensor"] == HEAD
+            assert "has shapes" in difference["what"]
