@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 import prepcli as prep
 from prepcli.commands.cli import root
 from prepcli.commands.cli.launch import ENGINE_COMMANDS
-from prepcli.commands.cli.main import main
 from prepcli.commands.cli.root import COMMANDS
 from prepcli.commands.console.ui import open_ui
 from prepcli.commands.operations import conversion
@@ -34,13 +32,7 @@ from prepcli.commands.operations.save_init import save_init
 from prepcli.core.errors import PYTHON, TERMINAL, Command, Key, Option, PrepError, text
 from prepcli.core.observer import Observer
 from prepcli.core.option_spec import (
-    REQUIRED,
-    OptionSpec,
-    flag,
-    format_command_line,
-    option,
     option_specs,
-    with_defaults,
 )
 from prepcli.engine.budget import MIN_MEMORY_NBYTES, parse_memory
 from prepcli.formats.manifest import no_step_error
@@ -49,27 +41,17 @@ from prepcli.models.mesh import parse_mesh, parse_slice_counts, resolve_mesh
 from prepcli.models.rules import merge_rules
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source
-from tests.helpers.run_cli import Capture, MonkeyPatch, error_lines, run_ok
+from tests.helpers.run_cli import Capture, MonkeyPatch, error_lines, run_json, run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 from trainer.planning.step_time import parse_devices
 
-CONFLICTS = [
-    (["--multiple", "8", "--size", "300"], "`--multiple 8` and `--size 300` exclude each other"),
-    (["--size", "300", "--mesh", "1,1,8"], "`--size 300` and `--mesh 1,1,8` exclude each other"),
-    (
-        ["--multiple", "8", "--mesh", "1,1,8"],
-        "`--multiple 8` and `--mesh 1,1,8` exclude each other",
-    ),
-]
+CONFLICTS = ["--multiple 8 --size 300", "--size 300 --mesh 1,1,8", "--multiple 8 --mesh 1,1,8"]
+PADDED = ("--pad-vocab", "8")
 OPTIONS_WITHOUT_EFFECT = [
     (["pad-vocab", "./m", "--seed", "3"], "--seed", "--init normal"),
     (["save-init", "./m", "--init", "mean"], "--init", "--pad-vocab"),
     (["save-init", "./m", "--seed", "3"], "--seed", "--pad-vocab"),
-    (
-        ["save-init", "./m", "--pad-vocab", "8", "--init", "mean", "--seed", "3"],
-        "--seed",
-        "--init normal",
-    ),
+    (["save-init", "./m", *PADDED, "--init", "mean", "--seed", "3"], "--seed", "--init normal"),
     (["save-init", "./m", "--pad-vocab", "auto"], "--pad-vocab auto", "--mesh"),
     (["save-init", "./m", "--no-scan", "--scan-axis", "1"], "--scan-axis", "--scan"),
     (["save-init", "./m", "--allow-overflow"], "--allow-overflow", "--dtype"),
@@ -107,11 +89,13 @@ def work_dir(folder: Path, monkeypatch: MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("words", "what"), CONFLICTS, ids=_test_id)
+@pytest.mark.parametrize("options", CONFLICTS)
 def test_vocabulary_sizes_are_mutually_exclusive(
-    words: list[str], what: str, work_dir: Path, capsys: Capture
+    options: str, work_dir: Path, capsys: Capture
 ) -> None:
-    assert error_lines(capsys, "pad-vocab", "./m", *words)[0] == f"error: {what}"
+    first, a, second, b = options.split()
+    lines = error_lines(capsys, "pad-vocab", "./m", first, a, second, b)
+    assert lines[0] == f"error: `{first} {a}` and `{second} {b}` exclude each other"
     assert {path.name for path in work_dir.iterdir()} == {"m", "unstacked"}
 
 
@@ -134,10 +118,8 @@ def test_stream_is_rejected_for_local_folders(
 
 
 def test_sort_is_rejected_with_diff(work_dir: Path, capsys: Capture) -> None:
-    assert (
-        error_lines(capsys, "inspect", "./m", "--diff", "./m", "--sort", "size")[0]
-        == "error: `--sort size` has no effect"
-    )
+    lines = error_lines(capsys, "inspect", "./m", "--diff", "./m", "--sort", "size")
+    assert lines[0] == "error: `--sort size` has no effect"
 
 
 def test_empty_mesh_in_library_call_is_rejected(work_dir: Path) -> None:
@@ -155,14 +137,9 @@ def test_empty_mesh_in_recipe_is_rejected(work_dir: Path, capsys: Capture) -> No
         '[model]\npath = "m"\n[data]\ntype = "text"\npath = "a.txt"\nseq_length = 8\n[batch]\nsize = 1\n'
         "[optimizer]\nlr = 1.0\n[train]\nsteps = 1\n"
     )
-    assert (
-        error_lines(capsys, "train", str(recipe), "--set", "mesh=")[0]
-        == "error: `--set`: `mesh` is empty"
-    )
-    assert (
-        error_lines(capsys, "train", str(recipe), "--set", 'mesh=""')[0]
-        == "error: `--set`: `mesh` is empty"
-    )
+    for setting in ("mesh=", 'mesh=""'):
+        lines = error_lines(capsys, "train", str(recipe), "--set", setting)
+        assert lines[0] == "error: `--set`: `mesh` is empty"
 
 
 @pytest.mark.parametrize("text", ["5", "0", "0GB", "1048575", "999 "])
@@ -172,15 +149,6 @@ def test_small_shard_size_without_unit_is_rejected(text: str) -> None:
     assert caught.value.code == 2
 
 
-def test_shard_size_hint_has_a_unit() -> None:
-    with pytest.raises(PrepError) as caught:
-        parse_shard_size("5")
-    assert (caught.value.why, caught.value.hint) == (
-        "a number without a unit is in bytes: 5 bytes",
-        "`--shard-size 5GB`",
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "nbytes"), [("1048576", 1 << 20), ("8KB", 8000), ("5GB", 5 * 10**9)]
 )
@@ -188,10 +156,7 @@ def test_shard_size_with_unit_may_be_small(text: str, nbytes: int) -> None:
     assert parse_shard_size(text) == nbytes
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [("5", "it is 5 bytes; "), ("8MiB", ""), ("31.5 MiB", ""), ("0", "it is 0 bytes; ")],
-)
+@pytest.mark.parametrize(("text", "why"), [("5", "it is 5 bytes; "), ("31.5 MiB", "")])
 def test_small_memory_is_quoted_as_typed(text: str, why: str) -> None:
     with pytest.raises(PrepError) as caught:
         parse_memory(text)
@@ -199,9 +164,6 @@ def test_small_memory_is_quoted_as_typed(text: str, why: str) -> None:
     assert caught.value.what == f"`--memory {shlex.quote(text)}` is below the minimum"
     assert caught.value.why.startswith(f"{why}the engine needs")
     assert caught.value.hint == "`--memory 32MiB` or more"
-
-
-def test_minimum_memory_equals_the_hint() -> None:
     assert parse_memory("32MiB") == MIN_MEMORY_NBYTES
 
 
@@ -240,73 +202,6 @@ ONLY_IN_PYTHON = {
 }
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (
-            SaveInitOptions,
-            "--mesh 1,2,1 --rule a=mp --rule b=none --no-scan --scan-axis 1 --compress zstd"
-            " --pad-vocab 8 --init mean --seed 3 --true-vocab 5 --drop x --config c.json --untie"
-            " --dtype bfloat16",
-        ),
-        (
-            PadVocabOptions,
-            "--multiple 8 --size 9 --mesh 1,2,1 --init mean --seed 3 --true-vocab 5 --drop x"
-            " --config c.json --untie",
-        ),
-        (
-            ReshardOptions,
-            "--mesh 1,2,1 --rule a=mp --rule b=none --no-scan --scan-axis 1 --params-only"
-            " --compress zstd --true-vocab 5 --config c.json",
-        ),
-        (
-            ExportOptions,
-            "--dtype bfloat16 --layout easylm --keep-padding --shard-size 7 --true-vocab 5"
-            " --config c.json --ema",
-        ),
-    ],
-)
-def test_recorded_options_keep_their_order(options: type, line: str):
-    values = {
-        "mesh": "1,2,1",
-        "rules": ("a=mp", "b=none"),
-        "scan": False,
-        "scan_axis": 1,
-        "params_only": True,
-        "compress": "zstd",
-        "pad_vocab": "8",
-        "init": "mean",
-        "seed": 3,
-        "true_vocab": 5,
-        "drop": ("x",),
-        "config": "c.json",
-        "untie": True,
-        "dtype": "bfloat16",
-        "multiple": 8,
-        "size": 9,
-        "layout": "easylm",
-        "keep_padding": True,
-        "shard_size": 7,
-        "ema": True,
-        "memory": "1GiB",
-        "overwrite": True,
-        "allow_overflow": True,
-    }
-    assert format_command_line("x", "m", options, values) == f"prep x m {line}"
-
-
-def test_one_text_is_recorded_like_a_list():
-    lines: set[str] = set()
-    for rules in ("a=mp", ["a=mp"], ("a=mp",)):
-        lines.add(format_command_line("x", "m", SaveInitOptions, {"rules": rules, "drop": []}))
-    assert lines == {"prep x m --rule a=mp"}
-
-
-@pytest.mark.parametrize("options", OPTIONS_BY_COMMAND.values(), ids=OPTIONS_BY_COMMAND)
-def test_defaults_are_not_recorded(options: type):
-    assert format_command_line("x", "m", options, with_defaults(options, {})) == "prep x m"
-
-
 @pytest.mark.parametrize("command", OPTIONS_BY_COMMAND)
 def test_commands_have_the_options_of_their_operation(command: str):
     specs = option_specs(OPTIONS_BY_COMMAND[command])
@@ -328,35 +223,6 @@ def test_required_option_has_no_default():
     assert parameters["project"].default is None
 
 
-def test_new_option_needs_one_definition():
-    spec = option("N", "Convert the first N layers.", more="For a try.", default=3)
-    assert spec.flag_of("num_layers") == "--num-layers"
-    text = "`num_layers` (N): Convert the first N layers. For a try. Default: 3."
-    assert spec.reference("num_layers") == text
-
-
-@pytest.mark.parametrize(
-    ("spec", "text"),
-    [
-        (
-            option(None, "Skip checking.", flag="--no-verify", default=True),
-            "`verify`: If False, skip checking. Default: True.",
-        ),
-        (
-            flag("With --chain: take --strict links."),
-            "`verify`: Take `strict` links. Default: False.",
-        ),
-        (
-            option("FILE", "Read FILE. Repeatable.", default=()),
-            "`verify` (FILE): Read FILE. One or several.",
-        ),
-        (option("FILE", "Read FILE.", default=REQUIRED), "`verify` (FILE): Read FILE. Required."),
-    ],
-)
-def test_reference_of_option_names_arguments(spec: OptionSpec, text: str):
-    assert spec.reference("verify") == text
-
-
 # Errors and warnings name Python arguments for callers of the functions, and options for users of the commands
 
 
@@ -372,79 +238,39 @@ def mesh_of_option() -> None:
     resolve_mesh(parse_mesh("1,1,8"), 4, origin=Option("mesh"))
 
 
-@pytest.mark.parametrize(
-    ("raise_error", "terminal", "python"),
-    [
-        (lambda: parse_mesh("1,64"), "`--mesh 1,64` has 2 axes", '`mesh="1,64"` has 2 axes'),
-        (
-            lambda: parse_mesh("1,64", Key("mesh")),
-            '`mesh = "1,64"` has 2 axes',
-            '`mesh = "1,64"` has 2 axes',
-        ),
-        (
-            lambda: merge_rules(["embd=fsdp"]),
-            "`--rule embd=fsdp`: unknown dim `embd`",
-            '`rules="embd=fsdp"`: unknown dim `embd`',
-        ),
-        (
-            lambda: merge_rules(["embd=fsdp"], origin=Key("rules")),
-            '`rules = ["embd=fsdp"]`: unknown dim `embd`',
-            '`rules = ["embd=fsdp"]`: unknown dim `embd`',
-        ),
-        (
-            lambda: parse_devices("v9:8"),
-            "`--devices v9:8`: unknown kind `v9`",
-            '`devices="v9:8"`: unknown kind `v9`',
-        ),
-        (
-            lambda: check_mutually_exclusive({"size": 8, "multiple": 4}),
-            "`--size 8` and `--multiple 4` exclude each other",
-            "`size=8` and `multiple=4` exclude each other",
-        ),
-    ],
-)
+def mesh_of_recipe() -> None:
+    resolve_mesh(parse_mesh("1,1,8"), 4)
+
+
+def both_sizes() -> None:
+    check_mutually_exclusive({"size": 8, "multiple": 4})
+
+
+# A call, and the part of its error for a terminal and for Python.
+ERRORS: list[tuple[Callable[[], object], str, str]] = [
+    (lambda: parse_mesh("1,64"), "`--mesh 1,64` has 2 axes", '`mesh="1,64"` has 2 axes'),
+    (lambda: parse_mesh("1,64", Key("mesh")), '`mesh = "1,64"` has', '`mesh = "1,64"` has'),
+    (lambda: merge_rules(["embd=fsdp"]), "`--rule embd=fsdp`: unknown", '`rules="embd=fsdp"`:'),
+    (lambda: parse_devices("v9:8"), "`--devices v9:8`: unknown", '`devices="v9:8"`: unknown'),
+    (both_sizes, "`--size 8` and `--multiple 4` exclude", "`size=8` and `multiple=4` exclude"),
+    (lambda: parse_mesh(""), "`--mesh 1,64,4`", '`mesh="1,64,4"`'),
+    (mesh_of_option, "`--mesh 1,4,1`", '`mesh="1,4,1"`'),
+    (mesh_of_recipe, "`--set mesh=1,4,1`", '`overrides="mesh=1,4,1"`'),
+    (lambda: merge_rules(["embed"]), "`--rule 'kv_heads=mp|none'`", '`rules="kv_heads=mp|none"`'),
+    (lambda: parse_slice_counts("dp:-1"), "`--set cluster.dcn_mesh=dp:2`", '"cluster.dcn_mesh='),
+    (lambda: parse_devices("v5p:0"), "`--devices v5p:256`", '`devices="v5p:256"`'),
+    (both_sizes, "pass only one of `--size`, `--multiple`", "pass only one of `size`, `multiple`"),
+]
+
+
+@pytest.mark.parametrize(("raise_error", "terminal", "python"), ERRORS)
 def test_error_names_the_option_for_terminal_and_python(
     raise_error: Callable[[], object], terminal: str, python: str
 ):
     error = error_of(raise_error)
-    assert error.rendered(TERMINAL).what == terminal
-    assert error.rendered(PYTHON).what == python
-
-
-@pytest.mark.parametrize(
-    ("raise_error", "terminal", "python"),
-    [
-        (lambda: parse_mesh(""), "`--mesh 1,64,4`", '`mesh="1,64,4"`'),
-        (mesh_of_option, "`--mesh 1,4,1`", '`mesh="1,4,1"`'),
-        (
-            lambda: resolve_mesh(parse_mesh("1,1,8"), 4),
-            "`--set mesh=1,4,1`",
-            '`overrides="mesh=1,4,1"`',
-        ),
-        (
-            lambda: merge_rules(["embed"]),
-            "`--rule 'kv_heads=mp|none'`",
-            '`rules="kv_heads=mp|none"`',
-        ),
-        (
-            lambda: parse_slice_counts("dp:-1"),
-            "`--set cluster.dcn_mesh=dp:2`",
-            '`overrides="cluster.dcn_mesh=dp:2"`',
-        ),
-        (lambda: parse_devices("v5p:0"), "`--devices v5p:256`", '`devices="v5p:256"`'),
-        (
-            lambda: check_mutually_exclusive({"size": 8, "multiple": 4}),
-            "pass only one of `--size`, `--multiple`",
-            "pass only one of `size`, `multiple`",
-        ),
-    ],
-)
-def test_hint_names_the_option_for_terminal_and_python(
-    raise_error: Callable[[], object], terminal: str, python: str
-):
-    error = error_of(raise_error)
-    assert error.rendered(TERMINAL).hint == terminal
-    assert error.rendered(PYTHON).hint == python
+    for surface, part in ((TERMINAL, terminal), (PYTHON, python)):
+        rendered = error.rendered(surface)
+        assert part in f"{rendered.what}\n{rendered.hint}"
 
 
 def test_hint_names_the_command_for_terminal_and_python():
@@ -461,18 +287,15 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_hint_for_an_existing_output_names_the_argument(model: Path, tmp_path: Path):
+def test_hint_for_an_existing_output_names_argument_or_option(
+    model: Path, tmp_path: Path, capsys: Capture
+):
     prep.save_init(model, tmp_path / "init")
     error = error_of(prep.save_init, model, tmp_path / "init", mesh="1,2,1")
     assert isinstance(error, prep.OutputExistsError)
     assert error.hint == '`out="NAME"` or `overwrite=True`'
-
-
-def test_hint_for_an_existing_output_names_the_option(model: Path, tmp_path: Path, capsys: Capture):
-    prep.save_init(model, tmp_path / "init")
-    words = ["save-init", str(model), "--out", str(tmp_path / "init"), "--mesh", "1,2,1", "--json"]
-    main(words)
-    assert json.loads(capsys.readouterr().out)["error"]["hint"] == "`--out NAME` or `--overwrite`"
+    words = ("save-init", str(model), "--out", str(tmp_path / "init"), "--mesh", "1,2,1")
+    assert run_json(capsys, *words)["error"]["hint"] == "`--out NAME` or `--overwrite`"
 
 
 def test_error_of_load_params_names_no_option(model: Path, tmp_path: Path):

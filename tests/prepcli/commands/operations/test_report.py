@@ -28,14 +28,9 @@ def make_run(folder: Path, *, lr: float = 1e-3, num_lines: int = 30, **environme
         {"step": 0, "eval_loss": 5.0, "eval_perplexity": 148.4, "eval_tokens": 90}
     ]
     for step in range(1, num_lines + 1):
-        values = {
-            "loss": 5 / step,
-            "lr": lr / step,
-            "grad_norm": None,
-            "tokens": 128 * step,
-            "skipped": 0,
-        }
-        lines.append({"step": step, **values, "seconds": 0.5, "tokens_per_s": 256.0})
+        values = {"loss": 5 / step, "lr": lr / step, "grad_norm": None, "tokens": 128 * step}
+        speed = {"skipped": 0, "seconds": 0.5, "tokens_per_s": 256.0}
+        lines.append({"step": step, **values, **speed})
     (folder / METRICS_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     if environment:
         (folder / ENVIRONMENT_FILE).write_text(json.dumps(environment))
@@ -63,36 +58,25 @@ class Page(HTMLParser):
 
 
 def test_page_has_curves_recipe_and_environment(tmp_path: Path, capsys: Capture):
+    data = {"train_sequences": 1234}
     run = make_run(
-        tmp_path / "one",
-        steps=40,
-        device_kind="TPU v5p",
-        data={"train_sequences": 1234},
-        versions={"jax": "1"},
+        tmp_path / "one", steps=40, device_kind="TPU v5p", data=data, versions={"jax": "1"}
     )
     assert main(["report", str(run), "--json"]) == OK
     document = json.loads(capsys.readouterr().out)
     assert document["output"] == str(run / "report.html")
     (summary,) = document["runs"]
-    assert (summary["step"], summary["steps"], summary["tokens"], summary["skipped"]) == (
-        30,
-        40,
-        3840,
-        0,
-    )
+    assert (summary["step"], summary["steps"]) == (30, 40)
+    assert (summary["tokens"], summary["skipped"]) == (3840, 0)
     assert (summary["loss"], summary["eval_loss"], summary["tokens_per_s"]) == (5 / 30, 5.0, 256.0)
     page = Page(run / "report.html")
-    assert {"Training loss", "Evaluation loss", "Learning rate", "Tokens per second"} <= {
-        *page.texts
-    }
-    assert "Evaluation perplexity" in page.texts
+    titles = {"Training loss", "Evaluation loss", "Learning rate", "Tokens per second"}
+    assert titles | {"Evaluation perplexity"} <= {*page.texts}
     assert page.count("svg") == 3, "loss, learning rate, tokens per second; no finite grad norm"
     # The evaluation was logged once, so a chart would have one dot.
     assert {"logged once", "148.4", "5"} <= {*page.texts}
     assert {"optimizer.lr", "1e-3", "TPU v5p", "1,234", "30 / 40"} <= {*page.texts}
-    assert any(
-        tag == "meta" and attributes.get("name") == "viewport" for tag, attributes in page.tags
-    )
+    assert "viewport" in [fields.get("name") for tag, fields in page.tags if tag == "meta"]
 
 
 def test_page_has_a_curve_of_each_further_metric(tmp_path: Path):
@@ -118,9 +102,8 @@ def test_page_requests_nothing_and_escapes_names(tmp_path: Path):
 
 def test_runs_are_overlaid_and_recipe_differences_marked(tmp_path: Path, capsys: Capture):
     first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b", lr=3e-3)
-    assert (
-        main(["report", str(first), str(second), "--out", str(tmp_path / "x.html"), "--json"]) == OK
-    )
+    words = ("--out", str(tmp_path / "x.html"), "--json")
+    assert main(["report", str(first), str(second), *words]) == OK
     assert json.loads(capsys.readouterr().out)["changed_keys"] == ["name", "optimizer.lr"]
     page = Page(tmp_path / "x.html")
     strokes = [attributes["stroke"] for tag, attributes in page.tags if tag == "polyline"]
@@ -133,10 +116,8 @@ def test_runs_of_one_recipe_have_no_table_of_differences(tmp_path: Path):
     runs = [make_run(tmp_path / name / "run") for name in "ab"]
     page = Page(prep.report(runs, tmp_path / "page.html").path)
     assert "No key differs." in page.texts
-    first, second = (
-        make_run(tmp_path / name / "run", lr=lr) for name, lr in (("c", 1.0), ("d", 2.0))
-    )
-    assert "1 key differs." in Page(prep.report([first, second], tmp_path / "page.html").path).texts
+    runs = [make_run(tmp_path / name / "run", lr=lr) for name, lr in (("c", 1.0), ("d", 2.0))]
+    assert "1 key differs." in Page(prep.report(runs, tmp_path / "page.html").path).texts
 
 
 def test_runs_with_one_folder_name_are_shown_by_path(tmp_path: Path):
@@ -175,14 +156,8 @@ def test_damaged_runs_are_refused(tmp_path: Path, name: str, text: str | None, w
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        (
-            METRICS_FILE,
-            '{"step": 31, "loss": "text", "tokens": null, "mfu": NaN, "tokens_per_s": Infinity}',
-        ),
-        (
-            METRICS_FILE,
-            '{"step": 31, "loss": [1], "tokens": -Infinity, "eval_loss": {}, "skipped": "x"}',
-        ),
+        (METRICS_FILE, '{"step": 31, "loss": "text", "tokens": null, "mfu": NaN, "skipped": "x"}'),
+        (METRICS_FILE, '{"step": 31, "loss": [1], "tokens": -Infinity, "eval_loss": {}}'),
         (METRICS_FILE, f'{{"step": 1{"0" * 400}, "loss": 1{"0" * 400}}}'),
         (ENVIRONMENT_FILE, '{"steps": "many", "data": 3, "versions": null}'),
         (ENVIRONMENT_FILE, '{"steps": NaN, "data": {"digest": null}, "versions": {"jax": []}}'),
@@ -194,12 +169,8 @@ def test_damaged_values_count_as_missing(tmp_path: Path, name: str, line: str):
     with (run / name).open("a") as file:
         file.write(f"{line}\n")
     (summary,) = prep.report(run).runs
-    assert (summary["loss"], summary["tokens"], summary["steps"], summary["mfu"]) == (
-        5 / 30,
-        3840,
-        None,
-        None,
-    )
+    assert (summary["loss"], summary["tokens"]) == (5 / 30, 3840)
+    assert (summary["steps"], summary["mfu"]) == (None, None)
 
 
 def test_speed_columns_are_medians(tmp_path: Path):
@@ -234,21 +205,14 @@ def test_no_runs_are_refused():
         prep.report([])
 
 
-def test_page_in_an_object_store_is_refused(tmp_path: Path):
-    run = make_run(tmp_path / "run")
-    with pytest.raises(UsageError, match=r"gs://bucket/page\.html"):
-        prep.report(run, "gs://bucket/page.html")
-
-
 def test_folder_names_need_not_be_utf8(tmp_path: Path):
     run = make_run(tmp_path / "run").rename(tmp_path / os.fsdecode(b"run-\xff"))
     assert "<h1>run-\\udcff</h1>" in prep.report(run).path.read_text("utf-8")
 
 
 def test_page_of_many_runs_has_their_number(tmp_path: Path):
-    report = prep.report(
-        [make_run(tmp_path / f"run{n}", lr=n / 8) for n in range(8)], tmp_path / "x.html"
-    )
+    runs = [make_run(tmp_path / f"run{n}", lr=n / 8) for n in range(8)]
+    report = prep.report(runs, tmp_path / "x.html")
     assert report.changed_keys == ("name", "optimizer.lr")
     assert "<h1>8 runs</h1>" in report.path.read_text()
 
@@ -273,13 +237,8 @@ def test_page_follows_no_link(tmp_path: Path):
 
 def test_damaged_lines_are_skipped_with_a_note(tmp_path: Path, capsys: Capture):
     run = make_run(tmp_path / "run")
-    lines = [
-        "[" * 100_000,
-        '{"step": 1' + " " * (1 << 20) + "}",
-        '{"step": ' + "9" * 5000 + "}",
-        "\0" * 100,
-        "{}",
-    ]
+    long = '{"step": 1' + " " * (1 << 20) + "}"
+    lines = ["[" * 100_000, long, '{"step": ' + "9" * 5000 + "}", "\0" * 100, "{}"]
     for name in (METRICS_FILE, SAMPLES_FILE):
         with (run / name).open("a") as file:
             file.writelines(f"{line}\n" for line in lines)
@@ -315,11 +274,10 @@ def test_deep_environment_is_an_error(tmp_path: Path):
 
 def test_report_of_a_long_run_shows_64_sample_texts(tmp_path: Path):
     run = make_run(tmp_path / "run")
-    lines = [
-        json.dumps({"step": step, "prompt": "p", "text": f"text {step}"}) for step in range(1000)
-    ]
-    lines.append(json.dumps({"step": 1000, "prompt": "p", "text": "x" * 100_000}))
-    (run / SAMPLES_FILE).write_text("".join(f"{line}\n" for line in lines))
+    texts = [*(f"text {step}" for step in range(1000)), "x" * 100_000]
+    with (run / SAMPLES_FILE).open("w") as file:
+        for step, text in enumerate(texts):
+            file.write(json.dumps({"step": step, "prompt": "p", "text": text}) + "\n")
     page = Page(prep.report(run).path)
     assert "64 of 1,001 texts" in page.texts
     assert {"text 0", "text 16"} < {*page.texts}
@@ -339,8 +297,3 @@ def test_step_may_be_removed_meanwhile(tmp_path: Path, monkeypatch: MonkeyPatch)
 
     monkeypatch.setattr(os, "stat", stat_or_fail)
     assert folder_nbytes(folder) == 5
-
-
-def test_missing_run_is_refused(tmp_path: Path, capsys: Capture):
-    assert main(["report", str(tmp_path / "none")]) == FAILED
-    assert "does not exist" in capsys.readouterr().err
