@@ -13,10 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.commands.cli.main import main
-from prepcli.execution.converter import Converter
-from prepcli.execution.folder_converter import FolderConverter
-from tests.helpers.fork_server import PREP, ForkedProcess, run_prep, start_prep, start_python
+from tests.helpers.fork_server import PREP, ForkedProcess, start_python
 from tests.helpers.killing import (
     COMMANDS,
     SEVERAL_PROCESSES,
@@ -24,11 +21,9 @@ from tests.helpers.killing import (
     act_when_durable,
     check_killed,
     command_words,
-    num_durable,
     read_files,
     start_command,
 )
-from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.waiting import MAX_S, wait_until
 
@@ -85,14 +80,6 @@ def test_workers_write_the_same_bytes(setup: KillSetup, name: str):
     shutil.rmtree(setup.folder / "out")
 
 
-@pytest.mark.slow
-def test_more_processes_than_tensors_are_supported(setup: KillSetup):
-    words = ["--memory", "1GiB", "--workers", "6"]
-    run(setup, "save-init", "out", *words)
-    assert read_files(setup.folder / "out") == setup.expected_files("save-init")
-    shutil.rmtree(setup.folder / "out")
-
-
 def test_workers_import_no_code_from_the_current_folder(setup: KillSetup):
     folder = setup.folder / "stranger"
     folder.mkdir()
@@ -127,63 +114,6 @@ def test_processes_survive_kills_at_random_moments(setup: KillSetup, name: str):
     check_killed(setup, name, kills=2, seed=2, launches=SEVERAL_PROCESSES)
 
 
-@pytest.mark.slow
-def test_other_process_count_reuses_durable_bytes(setup: KillSetup):
-    partial = setup.folder / "out.partial"
-    total_nbytes = sum(len(data) for data in setup.expected_files("save-init").values())
-    for index in range(2):
-        noted = num_durable(partial)
-        process = start_command(setup, "save-init", "out", "--processes", f"3/{index}")
-        wait_until(lambda noted=noted: num_durable(partial) > noted, process)
-        process.kill()
-        process.wait(timeout=MAX_S)
-    report = json.loads(
-        run(setup, "save-init", "out", "--json", "--workers", "2", "--memory", "200MiB")[0]
-    )
-    assert report["bytes"]["written"] < total_nbytes - report["bytes"]["resumed"] + (1 << 20)
-    assert read_files(setup.folder / "out") == setup.expected_files("save-init")
-    shutil.rmtree(setup.folder / "out")
-
-
-@pytest.mark.slow
-def test_late_process_keeps_the_published_output(setup: KillSetup):
-    wait_for_exit(
-        *[
-            start_command(setup, "export", "out", "--overwrite", "--processes", share)
-            for share in shares(2)
-        ]
-    )
-    _, late = run(setup, "export", "out", "--overwrite", "--processes", "2/1")
-    assert "already done" in late
-    assert not (setup.folder / "out.partial").exists()
-    _, alone = run(setup, "export", "out", "--overwrite")
-    assert "already done" not in alone
-    shutil.rmtree(setup.folder / "out")
-
-
-@pytest.mark.slow
-def test_source_may_be_deleted_after_the_first_success(setup: KillSetup, monkeypatch: MonkeyPatch):
-    expected = setup.expected_files("export")
-    shutil.copytree(setup.folder / "init", setup.folder / "deleted")
-    monkeypatch.chdir(setup.folder)
-    check = Converter._check_own_units  # pyright: ignore[reportPrivateUsage]
-    words = ["export", "./deleted", "--out", "out", "--progress", "none", "--processes"]
-
-    def publish_and_delete(run: Converter) -> None:
-        monkeypatch.setattr(Converter, "_check_own_units", check)
-        first = run_prep(*words, "2/0", cwd=setup.folder)
-        assert first.returncode == 0, first.stderr
-        shutil.rmtree(setup.folder / "deleted")
-        check(run)
-
-    monkeypatch.setattr(Converter, "_check_own_units", publish_and_delete)
-    assert main([*words, "2/1"]) == 0
-    files = read_files(setup.folder / "out")
-    files.pop("prep-manifest.json")
-    assert files.items() <= expected.items()
-    shutil.rmtree(setup.folder / "out")
-
-
 def start_stopped_process(setup: KillSetup, out: str, *more: str) -> ForkedProcess:
     """Start a process, and stop it by SIGSTOP once it has durable bytes."""
 
@@ -193,9 +123,7 @@ def start_stopped_process(setup: KillSetup, out: str, *more: str) -> ForkedProce
     return act_when_durable(setup, "save-init", out, stop, *more)
 
 
-@pytest.mark.parametrize(
-    "is_killed", slow_except([False, True], [True]), ids=["joins", "takes over"]
-)
+@pytest.mark.parametrize("is_killed", slow_except([False, True], [True]))
 def test_process_joins_a_running_one_or_takes_its_work_over(setup: KillSetup, is_killed: bool):
     first = start_stopped_process(setup, "out")
     second = start_command(setup, "save-init", "out", *([] if is_killed else ["--restart"]))
@@ -223,45 +151,6 @@ def test_running_process_excludes_other_runs(setup: KillSetup):
     wait_for_exit(first)
     assert read_files(setup.folder / "out") == setup.expected_files("save-init")
     shutil.rmtree(setup.folder / "out")
-
-
-@pytest.mark.slow
-def test_every_process_reports_a_damaged_source(setup: KillSetup):
-    shutil.copytree(setup.folder / "init", setup.folder / "rotten")
-    largest = max((setup.folder / "rotten/d").iterdir(), key=lambda path: path.stat().st_size)
-    with largest.open("r+b") as file:
-        file.seek(largest.stat().st_size // 2)
-        file.write(b"\x55" * 64)
-    words = ["export", "rotten", "--out", "out", "--progress", "none"]
-    processes = [start_prep(*words, "--processes", share, cwd=setup.folder) for share in shares(2)]
-    for _, err in wait_for_exit(*processes, code=1):
-        assert "rotten is damaged" in err
-    assert not (setup.folder / "out").exists()
-    workers = run_prep(*words, "--restart", "--workers", "2", cwd=setup.folder)
-    assert (workers.returncode, workers.stderr.count("rotten is damaged")) == (1, 1)
-    shutil.rmtree(setup.folder / "out.partial")
-
-
-@pytest.mark.slow
-def test_source_change_while_waiting_is_an_error(
-    setup: KillSetup, monkeypatch: MonkeyPatch, capsys: Capture
-):
-    shutil.copytree(setup.folder / "model", setup.folder / "changing")
-    monkeypatch.chdir(setup.folder)
-    publish = FolderConverter.publish
-
-    def change_and_publish(run: FolderConverter) -> None:
-        for path in Path("changing").glob("*.safetensors"):
-            os.utime(path, ns=(0, 0))
-        publish(run)
-
-    monkeypatch.setattr(FolderConverter, "publish", change_and_publish)
-    assert "changed while it was read" in run_failing(
-        capsys, 1, "save-init", "./changing", "--out", "changed"
-    )
-    assert not Path("changed").exists()
-    shutil.rmtree("changed.partial")
-    shutil.rmtree("changing")
 
 
 # Workers and signals
@@ -294,12 +183,6 @@ def start_with_stopped_workers(setup: KillSetup, out: str) -> tuple[ForkedProces
     return process, workers
 
 
-def check_goes_on(setup: KillSetup, out: str) -> None:
-    run(setup, "save-init", out, "--workers", "2", "--memory", "200MiB")
-    assert read_files(setup.folder / out) == setup.expected_files("save-init")
-    shutil.rmtree(setup.folder / out)
-
-
 def test_workers_die_with_their_parent(setup: KillSetup):
     process, workers = start_with_stopped_workers(setup, "orphans")
     time.sleep(0.5)
@@ -308,7 +191,7 @@ def test_workers_die_with_their_parent(setup: KillSetup):
     process.kill()
     process.communicate(timeout=MAX_S)
     check_gone(workers)
-    check_goes_on(setup, "orphans")
+    shutil.rmtree(setup.folder / "orphans.partial")
 
 
 @pytest.mark.parametrize(
@@ -325,7 +208,7 @@ def test_signals_reach_the_workers(setup: KillSetup, number: signal.Signals, cod
     assert f"error: {'interrupted' if code == 130 else 'stopped by SIGTERM'}" in err
     check_gone(workers)
     assert not (setup.folder / "signalled").exists()
-    check_goes_on(setup, "signalled")
+    shutil.rmtree(setup.folder / "signalled.partial")
 
 
 def test_killed_worker_ends_the_command(setup: KillSetup):
@@ -335,7 +218,9 @@ def test_killed_worker_ends_the_command(setup: KillSetup):
     ((_, err),) = wait_for_exit(process, code=1)
     assert "a worker was killed by SIGKILL" in err
     check_gone(workers)
-    check_goes_on(setup, "bereft")
+    run(setup, "save-init", "bereft", "--workers", "2", "--memory", "200MiB")
+    assert read_files(setup.folder / "bereft") == setup.expected_files("save-init")
+    shutil.rmtree(setup.folder / "bereft")
 
 
 def test_too_many_workers_for_the_memory_is_an_error(setup: KillSetup):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import random
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from prepcli.commands.cli.main import main
@@ -39,24 +37,13 @@ from tests.helpers.faults import (
 )
 from tests.helpers.fork_server import run_python
 from tests.helpers.killing import read_files
-from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing, run_ok
+from tests.helpers.run_cli import MonkeyPatch, run_ok
 from tests.helpers.slow_cases import slow_except
 
 pytestmark = pytest.mark.usefixtures("sources")
 COMMANDS = {
     **PLAIN,
-    "cast": [
-        "save-init",
-        "./model",
-        "--mesh",
-        "1,2,4",
-        "--pad-vocab",
-        "8",
-        "--init",
-        "mean",
-        "--dtype",
-        "bfloat16",
-    ],
+    "cast": [*PLAIN["save-init"], "--init", "mean", "--dtype", "bfloat16"],
     "compress": ["reshard", "init", "--mesh", "1,2,2", "--compress", "zstd"],
 }
 
@@ -84,10 +71,8 @@ def flip_all_bytes(partial: Path) -> None:
 
 @pytest.mark.parametrize("name", slow_except(COMMANDS, ("pad-vocab",)))
 def test_resume_rewrites_flipped_bytes(sources: FaultSources, capsys, monkeypatch, name: str):
-    expected, partial = (
-        sources.expected(COMMANDS[name]),
-        run_until_killed(monkeypatch, COMMANDS[name], syncs=5),
-    )
+    expected = sources.expected(COMMANDS[name])
+    partial = run_until_killed(monkeypatch, COMMANDS[name], syncs=5)
     shutil.copytree(partial, "before")
     draw = random.Random(7)
     for path, position in draw.sample(list(nonzero_positions(partial)), 3):
@@ -103,18 +88,15 @@ def test_resume_rewrites_flipped_bytes(sources: FaultSources, capsys, monkeypatc
     assert read_files(Path("out")) == expected
 
 
-@pytest.mark.parametrize("name", slow_except(["save-init", "cast"], ["save-init"]))
 @pytest.mark.parametrize(
-    "file",
-    slow_except(["done/0", "session", "run.json", "source.json", "lock"], ["lock"]),
+    "file", slow_except(["done/0", "session", "run.json", "source.json", "lock"], ["lock"])
 )
 def test_resume_never_trusts_a_damaged_run_file(
-    sources: FaultSources, capsys, monkeypatch, name: str, file: str
+    sources: FaultSources, capsys, monkeypatch, file: str
 ):
-    expected, partial = (
-        sources.expected(COMMANDS[name]),
-        run_until_killed(monkeypatch, COMMANDS[name], syncs=5),
-    )
+    name = "save-init"
+    expected = sources.expected(COMMANDS[name])
+    partial = run_until_killed(monkeypatch, COMMANDS[name], syncs=5)
     shutil.copytree(partial, "before")
     note, draw = partial / ".prep" / file, random.Random(3)
     for position in draw.sample(range(note.stat().st_size), 3):
@@ -126,15 +108,6 @@ def test_resume_never_trusts_a_damaged_run_file(
         assert read_files(Path("out")) == expected
         shutil.rmtree("out")
         shutil.copytree("before", partial)
-
-
-@pytest.mark.slow
-def test_resume_reads_back_bytes_of_other_processes(sources: FaultSources, capsys, monkeypatch):
-    expected = sources.expected(COMMANDS["save-init"])
-    partial = run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5)
-    flip_all_bytes(partial)
-    assert run("save-init", "--workers", "2") == 0
-    assert read_files(Path("out")) == expected
 
 
 def test_resume_clears_gaps_between_tensors(sources: FaultSources, monkeypatch):
@@ -187,10 +160,7 @@ def test_part_of_a_large_unit_is_continued(
     assert read_files(Path("out")) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "num_syncs"),
-    [("export", 0), *slow_except([("pad-vocab", 1), ("cast", 1)], [("cast", 1)])],
-)
+@pytest.mark.parametrize(("name", "num_syncs"), [("export", 0), ("cast", 1)])
 def test_part_of_a_wrong_read_is_written_again(
     sources: FaultSources, capsys, monkeypatch, name: str, num_syncs: int
 ):
@@ -342,21 +312,17 @@ def test_output_truncated_while_written_is_an_error(
     assert read_files(Path("out")) == expected
 
 
-@pytest.mark.parametrize(
-    "step", slow_except(["check_data_files", "write_last_files"], ["check_data_files"])
-)
-def test_output_change_while_publishing_is_an_error(
-    sources: FaultSources, capsys, monkeypatch, step: str
-):
-    expected, real_step = sources.expected(COMMANDS["save-init"]), getattr(folder_converter, step)
+def test_output_change_while_publishing_is_an_error(sources: FaultSources, capsys, monkeypatch):
+    expected = sources.expected(COMMANDS["save-init"])
+    check_data_files = folder_converter.check_data_files
 
     def change(*args, **options) -> object:
-        result = real_step(*args, **options)
+        result = check_data_files(*args, **options)
         flip_bit(largest_file(Path("out.partial/d")), 10)
         return result
 
     with monkeypatch.context() as patched:
-        patched.setattr(folder_converter, step, change)
+        patched.setattr(folder_converter, "check_data_files", change)
         assert run("save-init") == 1
     assert "was changed by" in capsys.readouterr().err
     assert run("save-init") == 0
@@ -402,23 +368,13 @@ def test_source_that_was_swapped_for_a_time_is_compared(
     assert read_files(Path("out")) == expected
 
 
-@pytest.mark.parametrize(
-    "change",
-    slow_except(
-        [
-            {"digests": {"1000000": "00"}},
-            {"checksums": base64.b64encode(np.array([10**9, 1], "<u8").tobytes()).decode()},
-        ],
-        [{"digests": {"1000000": "00"}}],
-    ),
-)
-def test_notes_with_unknown_numbers_count_as_none(
-    sources: FaultSources, monkeypatch: MonkeyPatch, change: dict[str, object]
-):
+def test_notes_with_unknown_numbers_count_as_none(sources: FaultSources, monkeypatch: MonkeyPatch):
     expected = sources.expected(COMMANDS["save-init"])
     work = run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5) / ".prep"
     for note in (work / "done").iterdir():
-        note.write_bytes(encode_record({**decode_record(note.read_bytes()), **change}))
+        note.write_bytes(
+            encode_record({**decode_record(note.read_bytes()), "digests": {"1000000": "00"}})
+        )
     (work / "part").mkdir(exist_ok=True)
     shutil.copy(next((work / "done").iterdir()), work / "part/1000000")
     assert run("save-init") == 0
@@ -444,18 +400,10 @@ def export_until(function: str) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        EXPORT,
-        pytest.param(("verify", "out"), marks=pytest.mark.slow),
-        pytest.param(("save-init", "out", "--out", "other"), marks=pytest.mark.slow),
-    ],
-)
-def test_next_command_removes_work_folder_of_killed_run(words: tuple[str, ...]):
+def test_next_command_removes_work_folder_of_killed_run():
     export_until("folder_output.remove_work_folder")
     assert Path("out/.prep").is_dir()
-    run_ok(*words)
+    run_ok(*EXPORT)
     assert not Path("out/.prep").exists()
     run_ok("verify", "out")
 
@@ -466,12 +414,3 @@ def test_work_folder_of_unpublished_output_is_kept():
     run_ok("verify", "out.partial")
     assert Path("out.partial/.prep").is_dir()
     run_ok(*EXPORT)
-
-
-def test_damaged_output_is_not_already_done(capsys: Capture):
-    run_ok(*EXPORT)
-    path = Path("out/config.json")
-    path.write_bytes(path.read_bytes().replace(b"2", b"3", 1))
-    assert "its files are damaged" in run_failing(capsys, 1, *EXPORT)
-    run_ok(*EXPORT, "--overwrite")
-    run_ok("verify", "out")
