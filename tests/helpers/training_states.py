@@ -52,6 +52,12 @@ def read_leaves(reader: CheckpointReader, dtypes: Mapping[str, str] | None = Non
     return leaves
 
 
+def step_leaves(path: str) -> TrainingState:
+    """Read every leaf of a step."""
+    with open_reader(Path(path)) as reader:
+        return read_leaves(reader)
+
+
 def read_params(start: Path) -> TrainingState:
     """Read the parameters of an init in float32, as training uses them."""
     with open_reader(start) as reader:

@@ -21,32 +21,27 @@ from prepcli.commands.operations.training_state import (
     check_state_request,
     read_training_state,
 )
-from prepcli.core.errors import OK, DamagedError, UsageError
+from prepcli.core.errors import DamagedError, UsageError
 from prepcli.core.option_spec import with_defaults
 from prepcli.models.module_order import optimizer_groups
-from prepcli.models.param_tree import DecayRule
-from prepcli.planning.libraries import AdamSettings
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.restore.item_reader import open_reader
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import Source, Wrapper
+from tests.helpers.damage import flip_bit
 from tests.helpers.lazy_modules import lazy_module
-from tests.helpers.object_server import use_objects
 from tests.helpers.other_trainers import (
     HALF,
     ROUNDING,
     SETTINGS,
     STEPS,
-    VISIBLE,
     HFTraining,
     make_folder,
     train,
 )
 from tests.helpers.run_cli import MonkeyPatch, error_lines, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
-from tests.helpers.training_folder import make_training_folder
-from tests.helpers.training_states import read_leaves, same_state
+from tests.helpers.training_states import step_leaves
 
 torch = lazy_module("torch")
 transformers = lazy_module("transformers")
@@ -89,25 +84,10 @@ def test_trainer_resumes_a_run_of_prep(folder: dict[int, float]):
     assert max(differences(resumed, folder)) < ROUNDING
 
 
-@pytest.mark.slow
-def test_trainer_without_moments_has_other_losses(folder: dict[int, float]):
-    shutil.copytree("checkpoint-4", "no-moments")
-    Path("no-moments/optimizer.pt").unlink()
-    resumed = HFTraining("no-moments", "hf-no-moments").train("no-moments")
-    assert max(differences(resumed, folder)) > VISIBLE
-
-
 def test_prep_continues_a_run_of_trainer(folder: dict[int, float]):
     losses = train("continued", "model.path=from-hf", "model.training_state=true", "data.tokenizer=tiny")  # fmt: skip
     assert min(losses) == HALF + 1
     assert max(differences(losses, folder)) < ROUNDING
-
-
-@pytest.mark.slow
-def test_prep_continues_its_own_step_with_equal_bits(folder: dict[int, float]):
-    train("own", f"model.path=half/{HALF}", "model.training_state=true")
-    with open_reader(Path("own", str(STEPS))) as own, open_reader(Path("full", str(STEPS))) as full:
-        assert same_state(read_leaves(own), read_leaves(full))
 
 
 def test_cast_moments_are_named(folder: dict[int, float], capsys):
@@ -120,31 +100,10 @@ def test_cast_moments_are_named(folder: dict[int, float], capsys):
     assert warning in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.slow
-def test_averages_of_one_side_are_named(folder: dict[int, float], capsys):
-    train("averaged", "optimizer.ema=0.9", stop_after=1)
-    start = ("--set", "model.training_state=true", "--set", "data.tokenizer=tiny", "--dry-run")
-    arguments = ("train", "recipe.toml", "--out", "next", *start)
-    assert main([*arguments, "--set", "model.path=averaged/1"]) == 0
-    warning = "12 leaves of averaged/1 are not used, e.g. opt_state.ema.embed.tokens"
-    assert warning in " ".join(capsys.readouterr().err.split())
-    ema = ("--set", "model.path=from-hf", "--set", "optimizer.ema=0.9")
-    lines = error_lines(capsys, *arguments, *ema)
-    assert lines[0] == "error: from-hf has no averages for `optimizer.ema`"
-    assert lines[2] == " hint: `--set optimizer.ema=0`"
-
-
-@pytest.mark.slow
-def test_prep_without_moments_has_other_losses(folder: dict[int, float]):
-    losses = train("fresh", "model.path=from-hf", "data.tokenizer=tiny")
-    assert abs(losses[2] - folder[HALF + 2]) > VISIBLE
-
-
 def test_moments_have_the_bits_of_the_run(folder: dict[int, float]):
     state = torch.load("checkpoint-4/optimizer.pt", weights_only=True)
     # The first parameter of `named_parameters` is the embedding. Its padding is taken off.
-    with open_reader(Path("half", str(HALF))) as reader:
-        leaves = read_leaves(reader)
+    leaves = step_leaves(f"half/{HALF}")
     for entry, slot in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
         stored = leaves[f"opt_state.adam.{slot}.embed.tokens"][:131]
         assert state["state"][0][entry].numpy().tobytes() == stored.tobytes()
@@ -177,10 +136,8 @@ def test_round_trip_changes_no_bit(folder: dict[int, float]):
 def test_verify_finds_a_changed_moment(folder: dict[int, float], capsys):
     shutil.copytree("checkpoint-4", "damaged")
     path = Path("damaged/optimizer.pt")
-    content = bytearray(path.read_bytes())
     moment = torch.load(path, weights_only=True)["state"][3]["exp_avg"].numpy().tobytes()
-    content[content.index(moment)] ^= 1
-    path.write_bytes(content)
+    flip_bit(path, path.read_bytes().index(moment))
     assert main(["verify", "damaged"]) == 1
     out, err = capsys.readouterr()
     assert "opt_state.adam.mu" in out + err
@@ -192,24 +149,13 @@ def test_manifest_names_what_is_not_converted(folder: dict[int, float]):
     assert record["optimizer"] | SETTINGS == record["optimizer"] | {"lr": SETTINGS["lr"]}
 
 
-@pytest.mark.slow
-def test_other_weight_decay_in_the_recipe_is_named(folder: dict[int, float]):
-    """Trainer has no weight decay for norms. A recipe may."""
-    train("norms", 'optimizer.decay_include=["re:norm"]', stop_after=1)
-    for name, options in (("norms-hf", ()), ("norms-dcp", ("--format", "dcp"))):
-        run_ok("export", "norms", "--training-state", *options, "--out", name)
-        record = json.loads(Path(name, "prep-manifest.json").read_text())["training_state"]
-        assert record["left_out"][-1].startswith(
-            "weight decay of 7 parameters, e.g. model.layers.0"
-        )
-    record = json.loads(Path("checkpoint-4/prep-manifest.json").read_text())["training_state"]
-    assert record["left_out"] == ["rng_state.pth", "training_args.bin"]
-
-
 def test_missing_moments_of_an_export_are_damage(folder: dict[int, float], capsys):
     shutil.copytree("checkpoint-4", "no-optimizer")
     Path("no-optimizer/optimizer.pt").unlink()
     assert "no-optimizer is damaged" in error_lines(capsys, "verify", "no-optimizer")[0]
+
+
+STATE = ("--training-state",)
 
 
 @pytest.mark.parametrize(
@@ -219,10 +165,7 @@ def test_missing_moments_of_an_export_are_damage(folder: dict[int, float], capsy
         (("export", "half", "--training-state", "--dtype", "bfloat16"), "is not supported with"),
         (("export", "half", "--training-state", "--layout", "easylm"), "is not supported with"),
         (("save-init", "tiny", "--training-state"), "tiny has no training state"),
-        (
-            ("save-init", "hf/checkpoint-4", "--training-state", "--layers", "1"),
-            "not supported with",
-        ),
+        (("save-init", "hf/checkpoint-4", *STATE, "--layers", "1"), "not supported with"),
     ],
 )
 def test_contradicting_requests_are_errors(
@@ -271,12 +214,6 @@ def import_state(state: State, out: str) -> None:
     run_ok("save-init", "tiny", "--training-state", "--out", out)
 
 
-def moment_leaves(out: str) -> dict[str, np.ndarray]:
-    """Return all leaves of a step."""
-    with open_reader(Path(out)) as reader:
-        return read_leaves(reader)
-
-
 def left_out(out: str) -> list[str]:
     """Return the recorded parts without a counterpart."""
     return json.loads(Path(out, "prep-manifest.json").read_text())["training_state"]["left_out"]
@@ -290,8 +227,8 @@ def test_names_of_fsdp_are_read(state: State):
         group["params"] = [names[number] for number in reversed(group["params"])]
     state["state"] = {names[number]: entry for number, entry in state["state"].items()}
     import_state(state, "named")
-    numbered = moment_leaves("numbered")
-    named = moment_leaves("named")
+    numbered = step_leaves("numbered")
+    named = step_leaves("named")
     assert named.keys() == numbered.keys()
     assert all(np.array_equal(named[name], numbered[name]) for name in named)
 
@@ -314,7 +251,7 @@ def test_stored_tied_head_needs_no_moments(state: State):
     state["param_groups"][0]["params"] = list(range(num_decayed))
     state["param_groups"][1]["params"] = list(range(num_decayed, len(state["state"])))
     import_state(state, "tied")
-    leaves = moment_leaves("tied")
+    leaves = step_leaves("tied")
     assert "opt_state.adam.mu.embed.tokens" in leaves
     assert not any("head" in name for name in leaves)
 
@@ -352,21 +289,15 @@ def set_steps(value: Any) -> Change:
 INVALID: dict[str, tuple[Change, str]] = {
     "no groups": (lambda state: state.update(param_groups=[1]), "is no state of an optimizer"),
     "no parameters": (set_groups(params=None), "is no state of an optimizer"),
-    "no betas": (set_groups(betas=None), "b1 is not a number"),
     "three betas": (set_groups(betas=(0.9, 0.9, 0.9)), "b1 is not a number"),
     "tensor lr": (set_tensor_lr, "lr is not a number"),
     "amsgrad": (set_groups(amsgrad=True), "amsgrad is set"),
     "Adam": (set_groups(decoupled_weight_decay=False), "part of the gradient"),
-    "other eps": (
-        lambda state: state["param_groups"][1].update(eps=1e-6),
-        "eps is 1e-08 and 1e-06",
-    ),
+    "other eps": (lambda s: s["param_groups"][1].update(eps=1e-6), "eps is 1e-08 and 1e-06"),
     "step nan": (set_steps(math.nan), "nan updates"),
-    "step inf": (set_steps(math.inf), "inf updates"),
     "half a step": (set_steps(2.5), "2.5 updates"),
     "large step": (set_steps(1e12), "1e+12 updates"),
     "two steps": (set_steps([0.0, 0.0]), "must have one element"),
-    "no step": (set_steps([]), "must have one element"),
     "unused entry": (lambda state: state["state"].update({99: {}}), "has the key 99"),
     "integers": (
         lambda state: state["state"][0].update(exp_avg=state["state"][0]["exp_avg"].long()),
@@ -385,46 +316,12 @@ def test_invalid_states_are_errors(state: State, capsys, name: str):
     assert not Path("never").exists()
 
 
-@pytest.mark.parametrize("step", [True, -1, 1 << 31, "5", None])
+@pytest.mark.parametrize("step", [True, -1, 1 << 31, "5"])
 def test_invalid_step_of_trainer_is_an_error(state: State, capsys, step: object):
     torch.save(state, "tiny/optimizer.pt")
     Path("tiny/trainer_state.json").write_text(json.dumps({"global_step": step}))
     lines = error_lines(capsys, "save-init", "tiny", "--training-state", "--out", "never")
     assert "trainer_state.json is broken" in lines[0]
-
-
-@pytest.mark.slow
-def test_long_log_of_trainer_is_read(state: State):
-    """A trainer_state.json of 100,000 logged steps has more than 16 MiB."""
-    log = [{"loss": 1.0, "text": "x" * 4096}] * 5000
-    Path("tiny/trainer_state.json").write_text(
-        json.dumps({"global_step": STEP, "log_history": log})
-    )
-    import_state(state, "out")
-    assert json.loads(Path("out/prep-manifest.json").read_text())["step"] == STEP
-
-
-@pytest.mark.slow
-def test_state_of_trainer_is_read_from_a_bucket(state: State, monkeypatch, capsys):
-    import_state(state, "step")
-    uploaded: dict[str, bytes] = {}
-    for path in Path("tiny").iterdir():
-        uploaded[f"bucket/tiny/{path.name}"] = path.read_bytes()
-    with use_objects(monkeypatch, uploaded) as store:
-        run_ok("save-init", "gs://bucket/tiny", "--training-state", "--out", "streamed")
-        run_ok("export", "step", "--training-state", "--out", "gs://bucket/out")
-        run_ok("verify", "gs://bucket/out", "step")
-        # The optimizer is in one file with the moments of all layers.
-        key = "bucket/out/optimizer.pt"
-        content = bytearray(store.objects[key])
-        moment = state["state"][3]["exp_avg"].numpy().tobytes()
-        content[content.index(moment)] ^= 1
-        store.store(key, bytes(content))
-        capsys.readouterr()
-        assert main(["verify", "gs://bucket/out"]) == 1
-    streamed = moment_leaves("streamed")
-    local = moment_leaves("step")
-    assert all(np.array_equal(streamed[name], local[name]) for name in local)
 
 
 def test_uneven_vocabulary_is_padded_with_its_moments(state: State, capsys):
@@ -435,7 +332,7 @@ def test_uneven_vocabulary_is_padded_with_its_moments(state: State, capsys):
     assert "vocabulary 131 cannot be split" in lines
     assert "prep pad-vocab" not in lines
     run_ok(*arguments, "--pad-vocab", "auto", "--out", "padded")
-    assert len(moment_leaves("padded")["opt_state.adam.mu.embed.tokens"]) == 132
+    assert len(step_leaves("padded")["opt_state.adam.mu.embed.tokens"]) == 132
 
 
 def multimodal_source(name: str, *, training_state: bool) -> Source:
@@ -459,54 +356,7 @@ def test_import_of_a_multimodal_state_is_refused(state: State):
         check_imported_state(with_defaults(SaveInitOptions, {}), source)
 
 
-# The training state of a step of prep, with the optimizer of the recipe in its manifest
-
-
-OVERRIDES = (
-    "train.steps=2",
-    "checkpoint.every=2",
-    "optimizer.lr=0.5",
-    "optimizer.schedule=linear",
-    "optimizer.warmup_steps=0",
-    "optimizer.decay_steps=4",
-    "optimizer.b2=0.5",
-    "optimizer.clip_norm=3.0",
-    "optimizer.weight_decay=0.25",
-    'optimizer.decay_exclude=["re:mlp"]',
-)
-
-
-@pytest.fixture(scope="module")
-def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("run")
-    with contextlib.chdir(path):
-        make_training_folder()
-        words = ["train", "recipe.toml", "--out", "run", "-q"]
-        for override in OVERRIDES:
-            words += ["--set", override]
-        assert main(words) == OK
-    return path
-
-
-@pytest.fixture
-def run(recorded_run: Path, monkeypatch: MonkeyPatch) -> Path:
-    monkeypatch.chdir(recorded_run)
-    return Path("run")
-
-
-@pytest.mark.slow
-def test_state_of_a_run_has_the_optimizer_of_its_recipe(run: Path):
-    state = read_training_state(open_source(locate(str(run))))
-    assert (state.step, state.num_updates) == (2, 2)
-    # Half of the decay from 0.5 to 0 is done after 2 of 4 steps.
-    assert state.settings == AdamSettings(
-        lr=0.25, peak_lr=0.5, b1=0.9, b2=0.5, eps=1e-8, weight_decay=0.25
-    )
-    assert state.clip_norm == 3.0
-    assert state.decay_rule == DecayRule(exclude=("re:mlp",))
-
-
-@pytest.mark.parametrize("recipe", ["[optimizer]\nlr = -1.0", "[data]", "lr ="])
+@pytest.mark.parametrize("recipe", ["[optimizer]\nlr = -1.0", "lr ="])
 def test_broken_recipe_in_a_manifest_is_damaged(folder: dict[int, float], recipe: str):
     source = open_source(locate("half"))
     assert source.manifest is not None
