@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.formatting import format_bytes
-from prepcli.models.param_tree import Tree, flatten_tree
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.optimizers import KEYS, make_optimizer
@@ -28,23 +24,20 @@ from tests.helpers.tiny_checkpoints import (
     GPT_NEO,
     LLAMA,
     make_checkpoint,
-    read_tensors,
     same_bits,
 )
-from tests.helpers.training_folder import WORDS, make_training_folder, write_tokenizer
 from tests.helpers.training_states import (
     OPTIMIZER_SLOTS,
     TrainingState,
+    make_mesh_init,
     make_state,
-    read_leaves,
     read_params,
     reshard_and_back,
     same_state,
     save_steps,
+    step_leaves,
 )
 from tests.prepcli.formats.test_orbax import run_orbax
-from tests.trainer.run.test_lora import LORA
-from tests.trainer.run.test_lora import read_leaves as read_step_leaves
 from trainer.nn.model_spec import ForwardConfig, model_from_manifest
 from trainer.training.optimizers import Optimizer
 from trainer.training.step import StepSetup, leaf_name, state_shapes
@@ -54,18 +47,7 @@ from trainer.training.step import StepSetup, leaf_name, state_shapes
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a model `m`, its init `m-init`, and a run `tuned` with steps 3 and 5 of different values."""
     folder = tmp_path_factory.mktemp("made")
-    make_checkpoint(folder / "m", GPT_NEO, hidden_size=64)
-    words = [
-        "save-init",
-        str(folder / "m"),
-        "--out",
-        str(folder / "m-init"),
-        "--mesh",
-        "1,2,4",
-        "--pad-vocab",
-        "8",
-    ]
-    assert main([*words, "-q"]) == 0
+    make_mesh_init(folder, "float32")
     params = read_params(folder / "m-init")
     changed = {name: value + np.float32(0.5) for name, value in params.items()}
     save_steps(
@@ -90,45 +72,13 @@ def run_stdout_stderr(capsys: Capture, *args: str, code: int = 0) -> tuple[str, 
     return captured.out, captured.err
 
 
-def read_state(path: str) -> TrainingState:
-    with open_reader(Path(path)) as reader:
-        return read_leaves(reader)
-
-
-BASES: dict[str, dict[str, Any]] = {"gpt2": GPT2, "gpt_neo": GPT_NEO, "llama": LLAMA}
-STATES = [(base, *form) for base in BASES for form in (("float32", True), ("bfloat16", False))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("base", "dtype", "tied"), slow_except(STATES, [("llama", "bfloat16", False)])
-)
-def test_reshard_and_export_keep_all_values(base: str, dtype: str, tied: bool):
-    """Reshard to other meshes, without stacking, with layers on either axis, and back. Then export."""
-    tensors = make_checkpoint(
-        Path("m"), BASES[base], dtype, tied, hidden_size=64, num_heads=4, num_attention_heads=4
-    )
-    run_ok("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,1")
-    state = make_state(read_params(Path("m-init")), 4)
-    save_steps(Path("run"), Path("m-init"), {4: state}, mesh="1,1,4")
-    reshard_and_back()
-    assert same_state(read_state("r3"), state)
-    exported = []
-    for path in ("run", "r1", "r3"):
-        run_ok("export", path, "--out", f"{path}-hf")
-        exported.append(read_tensors(Path(f"{path}-hf")))
-    for actual in exported:
-        assert actual.keys() == tensors.keys()
-        assert all(
-            same_bits(value, tensors[name].astype(np.float32)) for name, value in actual.items()
-        )
-    config = json.loads(Path("run-hf/config.json").read_text())
-    assert config == json.loads(Path("m/config.json").read_text()) | {"torch_dtype": "float32"}
+def nbytes_of(state: TrainingState, prefix: str) -> int:
+    return sum(value.nbytes for name, value in state.items() if name.startswith(prefix))
 
 
 def test_reshard_unstacks_optimizer_state(work_dir: Path):
     run_ok("reshard", "tuned", "--no-scan", "--out", "apart")
-    stacked, apart = read_state("tuned"), read_state("apart")
+    stacked, apart = step_leaves("tuned"), step_leaves("apart")
     for slot in ("params", *OPTIMIZER_SLOTS):
         for layer in range(3):
             moved = apart[f"{slot}.layers.{layer}.mlp.up.weight"]
@@ -136,54 +86,16 @@ def test_reshard_unstacks_optimizer_state(work_dir: Path):
     assert same_bits(apart["opt_state.adam.count"], np.array(5, np.int32))
 
 
-@pytest.mark.slow
-def test_resharded_step_is_a_step(work_dir: Path):
-    run_ok("reshard", "tuned", "--mesh", "1,4,2", "--step", "3")
-    assert sorted(path.name for path in Path("tuned-1x4x2").iterdir()) == [
-        "_CHECKPOINT_METADATA", "prep-checksums.bin", "prep-manifest.json", "state",
-    ]  # fmt: skip
-    with open_reader(Path("tuned-1x4x2")) as reader:
-        facts = dict(reader.manifest)
-        assert same_state(read_leaves(reader), read_state("tuned/3"))
-    assert (facts["kind"], facts["step"], facts["recipe"], facts["mesh"]) == (
-        "train",
-        3,
-        "steps = 3",
-        "1,4,2",
-    )
-    state = read_state("tuned-1x4x2")
-    save_steps(Path("onward"), Path("tuned-1x4x2"), {4: state})
-    assert same_state(read_state("onward"), state)
-
-
-@pytest.mark.slow
-def test_repeated_reshard_of_a_run_is_already_done(work_dir: Path, capsys: Capture):
-    run_ok("reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
-    out, err = run_stdout_stderr(capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
-    assert (out, "already done" in err) == ("again\n", True)
-    next(Path("again/state/d").iterdir()).unlink()
-    _, err = run_stdout_stderr(
-        capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again", code=1
-    )
-    assert "its files are damaged" in err
-
-
 def test_params_only_writes_an_init(work_dir: Path, capsys: Capture):
     out, err = run_stdout_stderr(capsys, "reshard", "tuned", "--params-only", "--mesh", "1,2,2")
     assert out == "tuned-1x2x2\n"
-    size = format_bytes(
-        sum(v.nbytes for name, v in read_state("tuned").items() if name.startswith("opt_state."))
-    )
+    size = format_bytes(nbytes_of(step_leaves("tuned"), "opt_state."))
     assert f"optimizer state ({size}) dropped\n" in err
     manifest = json.loads(Path("tuned-1x2x2/prep-manifest.json").read_text())
     assert (manifest["kind"], "step" in manifest, "slots" in manifest) == ("init", False, False)
-    assert {dropped["name"] for dropped in manifest["dropped"]} == {
-        *OPTIMIZER_SLOTS,
-        "opt_state.adam.count",
-        "step",
-        "skipped",
-    }
-    assert {name.split(".")[0] for name in read_state("tuned-1x2x2")} == {"params"}
+    dropped = {entry["name"] for entry in manifest["dropped"]}
+    assert dropped == {*OPTIMIZER_SLOTS, "opt_state.adam.count", "step", "skipped"}
+    assert {name.split(".")[0] for name in step_leaves("tuned-1x2x2")} == {"params"}
     run_ok("verify", "tuned-1x2x2", "tuned")
     assert main(["verify", "tuned-1x2x2", "m-init", "-q"]) == 1
 
@@ -191,18 +103,14 @@ def test_params_only_writes_an_init(work_dir: Path, capsys: Capture):
 def test_export_of_step_reports_dropped_state(work_dir: Path, capsys: Capture):
     out, err = run_stdout_stderr(capsys, "export", "tuned", "--step", "3")
     assert out == "tuned-hf\n"
-    state = read_state("tuned/3")
-    size = format_bytes(
-        sum(value.nbytes for name, value in state.items() if name.startswith("opt_state."))
-    )
+    state = step_leaves("tuned/3")
+    size = format_bytes(nbytes_of(state, "opt_state."))
     assert "tuned step 3 -> Hugging Face safetensors, 1 file; 5 rows of padding removed;" in err
     assert f"; optimizer state ({size}) dropped\n" in err
     assert "next: prep verify tuned-hf tuned/3" in err
     run_ok("verify", "tuned-hf", "./m")
     _, err = run_stdout_stderr(capsys, "verify", "tuned-hf", "tuned/3")
-    size = format_bytes(
-        sum(value.nbytes for name, value in state.items() if not name.startswith("params."))
-    )
+    size = format_bytes(nbytes_of(state, "") - nbytes_of(state, "params."))
     assert f"training state of tuned/3 ({size}) ignored: only parameters are compared" in err
 
 
@@ -237,41 +145,6 @@ def test_run_is_the_default_checkpoint(work_dir: Path, capsys: Capture):
     run_ok("verify", "tuned-1x4x2", "./tuned")
 
 
-def flip_byte_at(path: Path, text: bytes) -> None:
-    """Flip a bit at the first occurrence of `text` in one of the item's data files."""
-    for file in (path / "state/d").iterdir():
-        data = file.read_bytes()
-        if (offset := data.find(text)) >= 0:
-            file.write_bytes(data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("leaf", "called"),
-    slow_except(
-        [
-            ("params.final_norm.bias", "transformer.ln_f.bias"),
-            ("opt_state.adam.nu.final_norm.bias", "opt_state.adam.nu/transformer.ln_f.bias"),
-            ("opt_state.adam.mu.embed.tokens", "opt_state.adam.mu/transformer.wte.weight"),
-        ],
-        [("opt_state.adam.nu.final_norm.bias", "opt_state.adam.nu/transformer.ln_f.bias")],
-    ),
-)
-def test_verify_finds_flipped_bit_in_state(work_dir: Path, capsys: Capture, leaf: str, called: str):
-    run_ok("verify", "tuned")
-    shutil.copytree("tuned/5", "copy")
-    flip_byte_at(Path("copy"), read_state("copy")[leaf].reshape(-1)[:40].tobytes())
-    _, err = run_stdout_stderr(capsys, "verify", "copy", code=1)
-    label = f"{leaf} ({called.rpartition('/')[2]})"
-    assert f"differs  {label}" in err
-    _, err = run_stdout_stderr(capsys, "verify", "copy", "tuned", code=1)
-    assert f"differs  {label}  1 of " in err
-    _, err = run_stdout_stderr(capsys, "reshard", "copy", "--mesh", "1,4,2", "--out", "x", code=1)
-    assert f"{called} in copy is damaged" in err
-    assert main(["verify", "copy", "m-init", "-q"]) == 1  # the values differ
-    assert not Path("x").exists()
-
-
 def test_verify_checks_scalars(work_dir: Path, capsys: Capture):
     with changed_manifest(Path("tuned/5")) as manifest:
         manifest["others"]["skipped"]["digests"] = manifest["others"]["step"]["digests"]
@@ -280,11 +153,8 @@ def test_verify_checks_scalars(work_dir: Path, capsys: Capture):
 
 
 def test_verify_reports_missing_optimizer_state(work_dir: Path, capsys: Capture):
-    bare = {
-        name: value
-        for name, value in read_state("tuned/5").items()
-        if not name.startswith("opt_state")
-    }
+    state = step_leaves("tuned/5")
+    bare = {name: leaf for name, leaf in state.items() if not name.startswith("opt_state")}
     save_steps(Path("bare"), Path("m-init"), {5: bare})
     run_ok("verify", "bare")
     _, err = run_stdout_stderr(capsys, "verify", "tuned", "bare", "-v", code=1)
@@ -304,17 +174,9 @@ def test_inspect_lists_parameters_and_moments(work_dir: Path, capsys: Capture):
     capsys.readouterr()
     assert main(["inspect", "tuned", "--json", "-q"]) == 0
     source = json.loads(capsys.readouterr().out)["source"]
-    params = sum(v.size for name, v in read_state("tuned").items() if name.startswith("params."))
+    params = sum(v.size for name, v in step_leaves("tuned").items() if name.startswith("params."))
     assert (source["step"], source["parameters"]) == (5, params)
     assert source["optimizer_bytes"] == 2 * 4 * params + 4
-
-
-@pytest.mark.slow
-def test_inspect_diff_compares_steps_and_models(work_dir: Path):
-    run_ok("inspect", "tuned/3", "--diff", "tuned/5")
-    assert main(["inspect", "tuned", "--diff", "m-init", "-q"]) == 1
-    run_ok("export", "tuned", "--keep-padding", "--out", "hf")
-    run_ok("inspect", "tuned", "--diff", "hf")
 
 
 def test_save_init_rejects_training_checkpoint(work_dir: Path, capsys: Capture):
@@ -326,22 +188,6 @@ def test_save_init_rejects_training_checkpoint(work_dir: Path, capsys: Capture):
 def test_export_into_a_step_is_rejected(work_dir: Path, capsys: Capture, out: str):
     assert main(["export", "tuned", "--out", out]) == 2
     assert "sources are never written to" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("storage", slow_except(["ocdbt", "files"], ["ocdbt"]))
-def test_orbax_restores_a_step(work_dir: Path, storage: str):
-    run_ok("reshard", "tuned", "--mesh", "1,1,4", "--storage", storage, "--out", "anew")
-    assert (work_dir / "anew/state/manifest.ocdbt").exists() == (storage == "ocdbt")
-    Path("runs/again").mkdir(parents=True)
-    Path("anew").rename("runs/again/5")
-    for step in (Path("tuned/5"), Path("runs/again/5")):
-        leaves = {
-            name: [v.dtype.name, list(v.shape), v.tobytes().hex()]
-            for name, v in read_state(str(step)).items()
-        }
-        Path("expected.json").write_text(json.dumps(leaves))
-        assert not run_orbax("compare-step", work_dir / "expected.json", work_dir / step)
 
 
 def test_orbax_v1_loads_an_init_and_a_step(made: Path) -> None:
@@ -384,8 +230,8 @@ def test_reshard_keeps_every_optimizer(base: str, name: str, keys: dict[str, Any
     """Reshard to other meshes, without stacking, with layers on either axis, and back."""
     state = make_run(base, make_optimizer(name, **keys))
     reshard_and_back()
-    assert same_state(read_state("r3"), state)
-    apart = read_state("r1")
+    assert same_state(step_leaves("r3"), state)
+    apart = step_leaves("r1")
     for leaf, values in state.items():
         before, found, after = leaf.partition(".layers.")
         if found:
@@ -428,13 +274,6 @@ def run_state() -> dict[str, np.ndarray]:
     return averages
 
 
-def assert_equal_averages(params: Tree, averages: Mapping[str, np.ndarray]) -> None:
-    """Assert that parameters have the bits of the averages."""
-    leaves = {f"params.{path}": np.asarray(leaf) for path, leaf in flatten_tree(params).items()}
-    assert {*leaves} == {*averages}
-    assert all(same_bits(leaf, averages[name]) for name, leaf in leaves.items())
-
-
 def test_export_of_averages_equals_export_of_parameters(run_state: dict[str, np.ndarray]):
     run_ok("export", "run", "--ema", "--out", "a")
     run_ok("export", "averaged", "--out", "b")
@@ -445,40 +284,12 @@ def test_export_of_averages_equals_export_of_parameters(run_state: dict[str, np.
     assert Path("c", names[0]).read_bytes() != Path("a", names[0]).read_bytes()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", slow_except([None, "1,2,4"], ["1,2,4"]))
-def test_load_params_reads_averages(run_state: dict[str, np.ndarray], mesh: str | None):
-    assert_equal_averages(prep.load_params("run", mesh, ema=True), run_state)
-
-
-@pytest.mark.slow
-def test_averages_of_resharded_run_load(run_state: dict[str, np.ndarray]):
-    """Layers on axis 1 are stacked on axis 0 while they are read."""
-    run_ok("reshard", "run", "--scan-axis", "1", "--out", "across")
-    assert_equal_averages(prep.load_params("across", "1,2,4", ema=True), run_state)
-
-
 def test_generate_computes_with_averages(run_state: dict[str, np.ndarray], capsys: Capture):
     words = ("--tokens", "3,1,4", "--max-new-tokens", "4")
     capsys.readouterr()
     averaged = run_json(capsys, "generate", "averaged", *words)["tokens"]
     assert run_json(capsys, "generate", "run", "--ema", *words)["tokens"] == averaged
     assert run_json(capsys, "generate", "run", *words)["tokens"] != averaged
-
-
-@pytest.mark.slow
-def test_eval_computes_with_averages(run_state: dict[str, np.ndarray], capsys: Capture):
-    Path("words").mkdir()
-    write_tokenizer(Path("words"))
-    Path("text.txt").write_text(" ".join(WORDS))
-    words = ("--data", "text.txt", "--seq-length", "16", "--tokenizer", "words")
-    averaged = run_json(capsys, "eval", "averaged", *words)["loss"]
-    assert run_json(capsys, "eval", "run", "--ema", *words)["loss"] == averaged
-    assert run_json(capsys, "eval", "run", *words)["loss"] != averaged
-    assert (
-        prep.evaluate("run", "text.txt", seq_length=16, tokenizer="words", ema=True).loss
-        == averaged
-    )
 
 
 def test_checkpoints_without_averages_are_errors(capsys):
@@ -489,30 +300,3 @@ def test_checkpoints_without_averages_are_errors(capsys):
     assert lines[2] == " hint: remove `--ema`"
     lines = error_lines(capsys, "generate", "run", "--ema", "--tokens", "1")
     assert lines[0] == "error: run has averages of some parameters only"
-
-
-@pytest.mark.slow
-def test_export_of_averaged_adapters_has_their_values():
-    make_training_folder()
-    recipe = Path("recipe.toml")
-    recipe.write_text(recipe.read_text() + LORA)
-    run_ok(
-        "train",
-        "recipe.toml",
-        "--set",
-        "train.steps=3",
-        "--set",
-        "optimizer.ema=0.5",
-        "--out",
-        "run",
-    )
-    run_ok("export", "run", "--ema", "--out", "adapter")
-    leaves = read_step_leaves(Path("run/3"))
-    exported = load_file("adapter/adapter_model.safetensors").values()
-    for prefix, is_exported in (("opt_state.ema.", True), ("params.", False)):
-        expected = [leaf for name, leaf in leaves.items() if name.startswith(prefix)]
-        values, other = (
-            np.sort(np.concatenate([leaf.ravel() for leaf in side]))
-            for side in (exported, expected)
-        )
-        assert np.array_equal(values, other) == is_exported
