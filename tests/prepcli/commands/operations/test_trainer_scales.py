@@ -167,6 +167,8 @@ def test_export_with_a_rounding_scale_cannot_be_converted_back(capsys: Capture):
     make_checkpoint(Path("model"), ROUNDED, "bfloat16")
     run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
     capsys.readouterr()
+    lines = error_lines(capsys, "verify", "out", "./model", "--tolerance", "1")
+    assert lines[0] == "error: out cannot be converted back"
     lines = error_lines(capsys, "save-init", "out", "--out", "init")
     assert lines[0] == "error: out cannot be converted back"
     assert "divides by the square root of 8, which changed" in lines[1]
@@ -176,16 +178,18 @@ def test_export_with_a_rounding_scale_cannot_be_converted_back(capsys: Capture):
 def test_verify_checks_stored_values_of_a_scale_that_rounds():
     make_checkpoint(Path("model"), ROUNDED, "bfloat16")
     run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
-    assert prep.verify("out")
+    run_ok("lock", "out")
+    run_ok("verify", "out", "--lock", "out.lock.json")
+    run_ok("verify", "out", "./model", "--lock", "out.lock.json")
     flip_leaf("query.kernel")
+    assert not prep.verify("out", lock="out.lock.json")
     differences = prep.verify("out").differences
     assert len(differences) == 1
     assert "self_attn.q_proj.weight" in differences[0]["tensor"]
 
 
-@pytest.mark.parametrize("dtype", slow_except(["bfloat16", "float32"], ["float32"]))
-def test_verify_divides_the_model_by_a_scale_that_rounds(dtype: str):
-    make_checkpoint(Path("model"), ROUNDED, dtype)
+def test_verify_divides_the_model_by_a_scale_that_rounds():
+    make_checkpoint(Path("model"), ROUNDED, "float32")
     run_ok("save-init", "./model", "--out", "init")
     run_ok("export", "init", "--layout", "maxtext", "--out", "out")
     run_ok("export", "./model", "--layout", "maxtext", "--out", "same")
@@ -199,24 +203,6 @@ def test_verify_divides_the_model_by_a_scale_that_rounds(dtype: str):
         assert "the square root of 8" in difference["what"]
     (difference,) = prep.verify("out", "same").differences
     assert difference.get("count") == 1
-
-
-def test_output_with_a_scale_that_rounds_has_no_tolerance(capsys: Capture):
-    make_checkpoint(Path("model"), ROUNDED, "bfloat16")
-    run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
-    capsys.readouterr()
-    lines = error_lines(capsys, "verify", "out", "./model", "--tolerance", "1")
-    assert lines[0] == "error: out cannot be converted back"
-
-
-def test_lock_of_a_scale_that_rounds_is_enforced():
-    make_checkpoint(Path("model"), ROUNDED, "bfloat16")
-    run_ok("export", "./model", "--layout", "maxtext", "--out", "out")
-    run_ok("lock", "out")
-    run_ok("verify", "out", "--lock", "out.lock.json")
-    run_ok("verify", "out", "./model", "--lock", "out.lock.json")
-    flip_leaf("query.kernel")
-    assert not prep.verify("out", lock="out.lock.json")
 
 
 def test_chain_does_not_show_a_scale_that_rounds():
@@ -292,13 +278,12 @@ def test_queries_of_several_dtypes_are_not_rounded_to_one(capsys: Capture):
     assert lines[0] == "error: out cannot be converted back"
 
 
-@pytest.mark.parametrize("dtype", slow_except(["bfloat16", "float16"], ["bfloat16"]))
-def test_wider_dtype_makes_the_way_back_exact(dtype: str):
-    tensors = make_checkpoint(Path("model"), ROUNDED, dtype)
+def test_wider_dtype_makes_the_way_back_exact():
+    tensors = make_checkpoint(Path("model"), ROUNDED, "bfloat16")
     words = ("--layout", "maxtext", "--dtype", "float32", "--out", "out")
     run_ok("export", "./model", *words)
     run_ok("verify", "out")
-    run_ok("save-init", "out", "--dtype", dtype, "--out", "init")
+    run_ok("save-init", "out", "--dtype", "bfloat16", "--out", "init")
     run_ok("export", "init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
 
@@ -441,25 +426,11 @@ def test_gemma_with_changed_values_is_not_read_back(capsys: Capture):
 
 
 @pytest.mark.slow
-def test_verify_compares_gemma_with_its_model():
-    make_model(GEMMA3 | ROUNDED_SIZE)
-    run_ok("save-init", "./model", "--out", "init")
-    run_ok("export", "init", "--layout", "maxtext", "--out", "out")
-    for pair in (("out", "./model"), ("./model", "out"), ("init", "out")):
-        assert prep.verify(*pair), pair
-    flip_leaf("token_embedder.embedding")
-    (difference,) = prep.verify("out", "./model").differences
-    assert "embed_tokens" in difference["tensor"]
-    assert "multiplies by the square root of 80" in difference["what"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", slow_except(["bfloat16", "float32"], ["bfloat16"]))
-def test_padded_embedding_of_gemma_is_verified(dtype: str):
+def test_padded_embedding_of_gemma_is_verified():
     """MaxText's own Gemma 2 has 128 tokens more than the files of Hugging Face."""
     tensors = make_model(GEMMA2 | ROUNDED_SIZE)
     run_ok("save-init", "./model", "--pad-vocab", "8", "--out", "init")
-    words = ("--layout", "maxtext", "--keep-padding", "--dtype", dtype, "--out", "out")
+    words = ("--layout", "maxtext", "--keep-padding", "--dtype", "bfloat16", "--out", "out")
     run_ok("export", "init", *words)
     embedding = read_init(Path("out/0/items"))["params.params.token_embedder.embedding"]
     true_vocab = tensors["model.embed_tokens.weight"].shape[0]
