@@ -26,6 +26,7 @@ from prepcli.models.verbatim import verbatim_family
 from tests.golden.make_architectures import FOLDER
 from tests.golden.make_dcp import FOLDER as DCP_FOLDER
 from tests.golden.make_dcp import VALUES
+from tests.helpers.damage import flip_bit
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.run_cli import Capture, run_failing, run_ok
 from tests.helpers.slow_cases import slow_except
@@ -95,19 +96,13 @@ def test_dense_layers_of_moe_model_are_not_a_model(capsys: Capture):
     assert "all 1 layers are dense" in message
 
 
-@pytest.mark.parametrize(
-    "options",
-    [(), pytest.param(("--verbatim",), marks=pytest.mark.slow)],
-    ids=["family", "verbatim"],
-)
-@pytest.mark.parametrize("model_type", slow_except(["deepseek_v3", "glm4_moe"], ["glm4_moe"]))
-def test_layers_of_multi_token_prediction_are_removed(model_type: str, options: tuple[str, ...]):
+def test_layers_of_multi_token_prediction_are_removed():
     """Layer 3 follows the 3 layers of the model, as layer 61 follows layer 60 in DeepSeek-V3."""
-    config = FAMILY_CONFIGS[model_type] | {"num_nextn_predict_layers": 1}
+    config = FAMILY_CONFIGS["glm4_moe"] | {"num_nextn_predict_layers": 1}
     tensors = checkpoint_tensors(config, "float32", tied=False, legacy=False)
     tensors["model.layers.3.enorm.weight"] = np.ones(8, np.float32)
     write_checkpoint(Path("m"), config, tensors)
-    run_ok("save-init", "./m", "--layers", "2", *options)
+    run_ok("save-init", "./m", "--layers", "2")
     run_ok("export", "m-init", "--out", "hf")
     exported = json.loads(Path("hf/config.json").read_text())
     assert exported == config | {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}
@@ -138,10 +133,8 @@ GEMMA4_SHARED = GEMMA4 | {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "layers", "num_shared"),
-    slow_except(
-        [(GEMMA4, 1, 0), (GEMMA4_SHARED, 4, 2), (GEMMA4_SHARED, 2, 0)], [(GEMMA4_SHARED, 4, 2)]
-    ),
-    ids=["without_shared", "with_shared", "before_shared"],
+    [(GEMMA4, 1, 0), (GEMMA4_SHARED, 4, 2)],
+    ids=["without_shared", "with_shared"],
 )
 def test_first_layers_of_gemma_4_compute_the_same(
     config: dict[str, Any], layers: int, num_shared: int
@@ -190,9 +183,7 @@ def test_damaged_columns_of_later_layers_are_found(capsys: Capture):
     name = "model.embed_tokens_per_layer.weight"
     last_row = read_tensors(Path("hf"))[name][-1].tobytes()
     # The last value belongs to the last layer.
-    data = bytearray(path.read_bytes())
-    data[data.index(last_row) + len(last_row) - 1] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, path.read_bytes().index(last_row) + len(last_row) - 1)
     message = run_failing(capsys, 1, "save-init", "./hf", "--layers", "1", "--out", "first")
     assert f"({name}) in ./hf is damaged" in message
     assert not Path("first").exists()
@@ -227,23 +218,16 @@ def write_golden(model_type: str) -> dict[str, StoredTensor]:
     return tensors
 
 
-@pytest.mark.parametrize(
-    ("model_type", "section"),
-    slow_except([("deepseek_v3", ""), ("gemma3", "text_config")], [("gemma3", "text_config")]),
-)
-def test_verbatim_model_keeps_its_first_layers(model_type: str, section: str):
-    tensors = write_golden(model_type)
+def test_verbatim_model_keeps_its_first_layers():
+    tensors = write_golden("gemma3")
     run_ok("save-init", "./m", "--verbatim", "--layers", "2")
     run_ok("export", "m-init", "--out", "hf")
-    expected = {name: tensor for name, tensor in tensors.items() if layer_of(name) < 2}
     exported = safetensors_bytes(Path("hf"))
-    if model_type == "deepseek_v3":
-        assert exported == expected
-    assert {name for name in exported if "language_model.layers.2" in name} == set()
-    config = json.loads(Path("hf/config.json").read_text())
-    config = config[section] if section else config
-    assert config["num_hidden_layers"] == 2
-    assert len(config.get("layer_types") or [0, 0]) == 2
+    left = tensors.keys() - exported.keys()
+    assert left == {name for name in tensors if "language_model" in name and layer_of(name) >= 2}
+    assert exported == {name: tensors[name] for name in exported}
+    config = json.loads(Path("hf/config.json").read_text())["text_config"]
+    assert (config["num_hidden_layers"], len(config["layer_types"])) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -420,13 +404,13 @@ def test_cut_file_of_a_rank_is_rejected(capsys: Capture):
     assert "it is cut short" in message
 
 
-@pytest.mark.parametrize("name", slow_except([METADATA_FILE, "__0_0.distcp"], ["__0_0.distcp"]))
-def test_damaged_distributed_checkpoint_raises_one_error(name: str):
+def test_damaged_distributed_checkpoint_raises_one_error():
+    name = "__0_0.distcp"
     shutil.copytree(DCP_FOLDER, "m")
     data = Path("m", name).read_bytes()
     rng = random.Random(0)
     n_refused = 0
-    for _ in range(300):
+    for _ in range(100):
         damaged = bytearray(data)
         for _ in range(rng.randint(1, 3)):
             damaged[rng.randrange(len(data))] = rng.randrange(256)
