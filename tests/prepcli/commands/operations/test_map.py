@@ -289,17 +289,12 @@ def test_outputs_of_a_map_need_no_file(tensors: dict[str, np.ndarray]):
     run_ok("save-init", "back", "--mesh", "1,2,1", "--pad-vocab", "auto", "--out", "again")
     run_ok("verify", "again", "llama")
     run_ok("reshard", "again", "--mesh", "1,1,1", "--out", "resharded")
+    flip_bit(Path("back/model.safetensors"), -5)
+    assert main(["verify", "back", "-q"]) == 1
+    assert main(["save-init", "back", "--out", "new", "-q"]) == 1
     record = json.loads(Path("again/prep-manifest.json").read_text())["map"]
     assert json.loads(Path("resharded/prep-manifest.json").read_text())["map"] == record
     assert record["xxh3"] == xxhash.xxh3_128_hexdigest(FAMILY_MAP.encode())
-
-
-def test_changed_export_of_a_map_is_found(tensors: dict[str, np.ndarray], capsys: Capture):
-    run_ok("save-init", "own", "--map", "own.map", "--out", "init")
-    run_ok("export", "init", "--map", "own.map", "--out", "back")
-    flip_bit(Path("back/model.safetensors"), -5)
-    assert main(["verify", "back", "-q"]) == 1
-    assert run_failing(capsys, 1, "save-init", "back", "--out", "new")
 
 
 def test_export_of_kept_names_goes_through_the_map(tensors: dict[str, np.ndarray]):

@@ -23,40 +23,19 @@ from tests.helpers.tiny_checkpoints import assert_same, read_tensors
 from tests.helpers.towers import model_values, read_golden, stored, write_model
 
 # Files of the hub have a module more in their towers than `save_pretrained` of transformers 5 writes.
-HUB_NAMES = {
-    "gemma3": (r"^vision_tower\.", "vision_tower.vision_model."),
-    "llava": (r"^vision_tower\.", "vision_tower.vision_model."),
-}
+HUB_NAMES = {"llava": (r"^vision_tower\.", "vision_tower.vision_model.")}
 # Multimodal type -> name in the file, names of the module in classes of transformers 5 and 4.
 TEXT_CLASSES = {
-    "gemma3": ("language_model.model.", "model.language_model.", "language_model.model."),
-    "internvl": ("language_model.model.", "model.language_model.", "language_model.model."),
     "llava": ("language_model.model.", "model.language_model.", "language_model.model."),
-    "mistral3": ("language_model.model.", "model.language_model.", "language_model.model."),
     "qwen2_5_vl": ("model.", "model.language_model.", "model."),
     "qwen3_vl": ("model.language_model.", "model.language_model.", "model.language_model."),
 }
 # Module of a tower in the file, and in classes of transformers 5 and 4.
 TOWER_CLASSES = {
-    "gemma3": (
-        "vision_tower.vision_model.encoder.layers.1.mlp.fc1",
-        "model.vision_tower.encoder.layers.1.mlp.fc1",
-        "vision_tower.vision_model.encoder.layers.1.mlp.fc1",
-    ),
-    "internvl": (
-        "vision_tower.encoder.layer.1.attention.q_proj",
-        "model.vision_tower.encoder.layer.1.attention.q_proj",
-        "vision_tower.encoder.layer.1.attention.q_proj",
-    ),
     "llava": (
         "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj",
         "model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj",
         "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj",
-    ),
-    "mistral3": (
-        "multi_modal_projector.linear_1",
-        "model.multi_modal_projector.linear_1",
-        "multi_modal_projector.linear_1",
     ),
     "qwen2_5_vl": (
         "visual.blocks.0.attn.qkv",

@@ -348,24 +348,6 @@ def test_recorded_layout_is_compared(capsys: Capture):
 
 
 @pytest.mark.usefixtures("levanter_step")
-def test_layout_without_a_config_is_refused(capsys: Capture):
-    lines = error_lines(capsys, "save-init", "./step-3", *LAYOUT, "--out", "init")
-    assert lines[0] == "error: `--source-layout levanter` has no effect for ./step-3"
-    assert "`--config FOLDER`" in lines[-1]
-    assert not Path("init").exists()
-
-
-@pytest.mark.usefixtures("levanter_step")
-@pytest.mark.parametrize("option", [("--verbatim",), ("--map", "names.map")])
-def test_layout_of_own_names_is_refused(option: tuple[str, ...], capsys: Capture):
-    Path("names.map").write_text("norm.weight: embed <- model.transformer.norm.weight: embed\n")
-    words = ("./step-3", *CONFIG, *LAYOUT, *option, "--out", "init")
-    lines = error_lines(capsys, "save-init", *words)
-    assert lines[0] == "error: `--source-layout levanter` has no effect for ./step-3"
-    assert lines[-1].endswith("remove `--source-layout`")
-
-
-@pytest.mark.usefixtures("levanter_step")
 def test_names_of_torchtitan_are_forced_or_excluded(capsys: Capture):
     run_ok("export", "./model", "--layout", "torchtitan", "--out", "out")
     Path("out/prep-manifest.json").unlink()

@@ -355,14 +355,6 @@ def test_first_layers_of_decoded_text_part_keep_towers():
     }
 
 
-def test_load_params_reads_decoded_text_part():
-    _, decoded = write_quantized("llava")
-    run_ok("save-init", "./m", "--quantized", "dequantize")
-    params = prep.load_params("m-init")
-    embedding = decoded["language_model.model.embed_tokens.weight"]
-    assert np.asarray(params["embed"]["tokens"]).tobytes() == embedding[2]
-
-
 # Embeddings and heads of multi-token prediction have the vocabulary rows of their model in every output
 
 
