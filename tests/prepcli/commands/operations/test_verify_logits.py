@@ -19,7 +19,6 @@ from prepcli.commands.operations import model_outputs
 from prepcli.commands.operations.verify_logits import (
     BLOCK_ROWS,
     logit_distance,
-    relative_differences,
 )
 from prepcli.core.errors import PrepError, UsageError
 from tests.helpers.hybrid_configs import FALCON_MAMBA, MAMBA2
@@ -98,14 +97,6 @@ def test_measure_logits_follows_the_definitions(rows: int):
     assert (same["top5_overlap"], same["max_difference"]) == (1, 0)
 
 
-def test_measure_logits_treats_nan_as_infinitely_far():
-    a = np.zeros((2, 8), np.float32)
-    b = a.copy()
-    b[1, 3] = np.nan
-    assert logit_distance(a, b)["max_difference"] == np.inf
-    assert relative_differences([a], [b]) == (np.inf,)
-
-
 def test_logits_of_two_models_match_transformers(home: Path):
     pytest.importorskip("transformers")
     comparison = prep.verify_logits("./m", "./changed", prompt_ids="prompts.txt")
@@ -121,19 +112,16 @@ def test_logits_of_two_models_match_transformers(home: Path):
     assert first.max_difference == pytest.approx(expected["max_difference"], rel=1e-3)
     assert first.top1_agreement == expected["top1_agreement"]
     assert first.top5_overlap == pytest.approx(expected["top5_overlap"])
-
-
-def test_changed_weight_parts_at_its_layer(home: Path):
-    (prompt, *_) = prep.verify_logits("./m", "./changed", prompt_ids="prompts.txt").prompts
-    assert prompt.parts_at == "layer 1"
-    assert prompt.layer_differences[:2] == (0.0, 0.0)
-    assert len(prompt.layer_differences) == LLAMA["num_hidden_layers"] + 1
+    # The changed weight is in layer 1.
+    assert first.parts_at == "layer 1"
+    assert first.layer_differences[:2] == (0.0, 0.0)
+    assert len(first.layer_differences) == LLAMA["num_hidden_layers"] + 1
 
 
 # Rows of these experts are no multiple of 16 bytes. The hidden states of Mamba in transformers lack the embedding.
 @pytest.mark.parametrize(
     "base",
-    slow_except([LLAMA, GPT_NEO, QWEN3_MOE, MAMBA2, FALCON_MAMBA, CODEGEN], [LLAMA, MAMBA2]),
+    slow_except([LLAMA, GPT_NEO, QWEN3_MOE, MAMBA2, FALCON_MAMBA, CODEGEN], [MAMBA2]),
     ids=["llama", "gpt_neo", "qwen3_moe", "mamba2", "falcon_mamba", "codegen"],
 )
 def test_model_equals_itself_in_transformers(tmp_path: Path, base: dict[str, Any]):
@@ -196,30 +184,26 @@ def test_full_disk_is_one_error(home: Path, monkeypatch: MonkeyPatch):
         prep.verify_logits("./m", "./changed")
 
 
-@pytest.mark.parametrize("limit", ["MAX_DENSE_TOKENS", "BLOCK_TOKENS"])
+@pytest.mark.parametrize(
+    "limit", slow_except(["MAX_DENSE_TOKENS", "BLOCK_TOKENS"], ["BLOCK_TOKENS"])
+)
 def test_long_prompts_are_computed_in_parts(home: Path, monkeypatch: MonkeyPatch, limit: str):
     (first, second) = prep.verify_logits("./m", "./changed").prompts
+    assert (first.tokens, second.tokens) == (16, 512)
     monkeypatch.setattr(model_outputs, limit, 100)
     (again, long) = prep.verify_logits("./m", "./changed").prompts
     assert (again.max_difference, again.parts_at) == (first.max_difference, "layer 1")
     assert long.max_difference == pytest.approx(second.max_difference, rel=1e-4)
     assert long.kl_mean == pytest.approx(second.kl_mean, rel=1e-4)
     assert long.layer_differences == pytest.approx(second.layer_differences, rel=1e-4)
-    pytest.importorskip("transformers")
-    assert prep.verify_logits("./m", library="transformers", tolerance=1e-4)
 
 
-@pytest.mark.parametrize("mesh", slow_except(["1,2,4", "2,2,2"], ["1,2,4"]))
-def test_mesh_computes_the_same_logits(home: Path, mesh: str):
+def test_mesh_computes_the_same_logits(home: Path):
     alone = prep.verify_logits("./m", "./changed", prompt_ids="prompts.txt")
-    split = prep.verify_logits("./m", "./changed", prompt_ids="prompts.txt", mesh=mesh)
+    split = prep.verify_logits("./m", "./changed", prompt_ids="prompts.txt", mesh="1,2,4")
     for a, b in zip(alone.prompts, split.prompts, strict=True):
         assert b.max_difference == pytest.approx(a.max_difference, rel=1e-3)
         assert (b.parts_at, b.tokens) == (a.parts_at, a.tokens)
-    pytest.importorskip("transformers")
-    assert prep.verify_logits(
-        "./m", library="transformers", tolerance=1e-4, mesh=mesh, prompt_ids="prompts.txt"
-    )
 
 
 @pytest.mark.parametrize("model_type", slow_except([*ENCODER_MODELS], ["t5"]))
@@ -236,26 +220,24 @@ def test_encoder_model_equals_itself_in_transformers(tmp_path: Path, model_type:
     assert [prompt.parts_at for prompt in comparison.prompts] == [None]
 
 
-@pytest.mark.parametrize(
-    ("name", "place"),
-    slow_except(
-        [
-            ("encoder.block.1.layer.1.DenseReluDense.wo.weight", "encoder layer 1"),
-            ("decoder.block.1.layer.1.EncDecAttention.v.weight", "layer 1"),
-            ("decoder.final_layer_norm.weight", "final norm"),
-            ("shared.weight", "encoder embedding"),
-        ],
-        [("decoder.block.1.layer.1.EncDecAttention.v.weight", "layer 1")],
-    ),
-)
+PLACES = [
+    ("encoder.block.1.layer.1.DenseReluDense.wo.weight", "encoder layer 1"),
+    ("decoder.block.1.layer.1.EncDecAttention.v.weight", "layer 1"),
+    ("decoder.final_layer_norm.weight", "final norm"),
+    ("shared.weight", "encoder embedding"),
+]
+
+
+@pytest.mark.parametrize(("name", "place"), slow_except(PLACES, [PLACES[1]]))
 def test_changed_weight_of_an_encoder_model_parts_at_its_layer(home: Path, name: str, place: str):
     base = FAMILY_CONFIGS["t5"] | {"num_layers": 3, "num_decoder_layers": 3}
     make_checkpoint(home / "t5", base)
     make_checkpoint(home / "other", base)
     change_tensor(home / "other", name, 1.5)
-    for prompt in prep.verify_logits("./t5", "./other", prompt_ids="prompts.txt").prompts:
-        assert prompt.parts_at == place
-        assert len(prompt.layer_differences) == 8
+    Path("ids.txt").write_text(PROMPT)
+    (prompt,) = prep.verify_logits("./t5", "./other", prompt_ids="ids.txt").prompts
+    assert prompt.parts_at == place
+    assert len(prompt.layer_differences) == 8
 
 
 def test_encoder_and_decoder_only_model_are_not_compared(home: Path):
@@ -276,20 +258,20 @@ def test_infinite_tolerance_accepts_finite_logits_only(home: Path, capsys: Captu
 
 def test_layouts_and_padding_do_not_change_logits(home: Path):
     run_ok("save-init", "./m", "--no-scan", "--mesh", "1,1,2", "--pad-vocab", "8", "--out", "init")
-    comparison = prep.verify_logits("init", "./m", tolerance=0)
+    comparison = prep.verify_logits("init", "./m", tolerance=0, prompt_ids="prompts.txt")
     assert comparison
     assert [prompt.kl_max for prompt in comparison.prompts] == [0, 0]
-    assert [prompt.tokens for prompt in comparison.prompts] == [16, 512]
 
 
 def test_cast_is_accepted_within_the_tolerance(home: Path):
     run_ok("save-init", "./m", "--dtype", "bfloat16", "--out", "cast")
-    (prompt, _) = prep.verify_logits("cast", "./m").prompts
+    (prompt, _) = prep.verify_logits("cast", "./m", prompt_ids="prompts.txt").prompts
     assert prompt.max_difference > 0
     assert prompt.parts_at == "embedding"
-    above = prompt.max_difference * 3
-    assert prep.verify_logits("cast", "./m", tolerance=above)
-    assert not prep.verify_logits("cast", "./m", tolerance=prompt.max_difference / 3)
+    for factor in (3, 1 / 3):
+        tolerance = prompt.max_difference * factor
+        result = prep.verify_logits("cast", "./m", prompt_ids="prompts.txt", tolerance=tolerance)
+        assert bool(result) is (factor > 1)
 
 
 def test_command_prints_a_table_and_exits_with_1(home: Path, capsys: Capture):
