@@ -49,13 +49,12 @@ transformers = lazy_module("transformers")
 
 @pytest.fixture(scope="module")
 def trained_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
-    """Train in prep, with a second run that stops in the middle, and with Trainer. Return the losses of prep."""
+    """Train in prep and with Trainer, with a step in the middle. Return the losses of prep."""
     path = tmp_path_factory.mktemp("pair")
     with contextlib.chdir(path):
         make_folder()
-        losses = train("full")
-        train("half", stop_after=HALF)
-        run_ok("export", "half", "--training-state")
+        losses = train("full", f"checkpoint.every={HALF}")
+        run_ok("export", "full", "--step", str(HALF), "--training-state", "--out", "checkpoint-4")
         HFTraining("tiny", "hf").train()
         run_ok("save-init", "hf/checkpoint-4", "--training-state", "--pad-vocab", "8",
                "--mesh", "1,2,4", "--out", "from-hf")  # fmt: skip
@@ -103,7 +102,7 @@ def test_cast_moments_are_named(folder: dict[int, float], capsys):
 def test_moments_have_the_bits_of_the_run(folder: dict[int, float]):
     state = torch.load("checkpoint-4/optimizer.pt", weights_only=True)
     # The first parameter of `named_parameters` is the embedding. Its padding is taken off.
-    leaves = step_leaves(f"half/{HALF}")
+    leaves = step_leaves(f"full/{HALF}")
     for entry, slot in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
         stored = leaves[f"opt_state.adam.{slot}.embed.tokens"][:131]
         assert state["state"][0][entry].numpy().tobytes() == stored.tobytes()
@@ -130,7 +129,7 @@ def test_round_trip_changes_no_bit(folder: dict[int, float]):
         for name, tensor in entry.items():
             assert torch.equal(tensor, theirs[number][name])
     run_ok("save-init", "checkpoint-4", "--training-state", "--pad-vocab", "8", "--out", "again")
-    run_ok("verify", "again", f"half/{HALF}")
+    run_ok("verify", "again", f"full/{HALF}")
 
 
 def test_verify_finds_a_changed_moment(folder: dict[int, float], capsys):
@@ -162,8 +161,8 @@ STATE = ("--training-state",)
     ("arguments", "message"),
     [
         (("export", "tiny-init", "--training-state"), "tiny-init has no training state"),
-        (("export", "half", "--training-state", "--dtype", "bfloat16"), "is not supported with"),
-        (("export", "half", "--training-state", "--layout", "easylm"), "is not supported with"),
+        (("export", "full", "--training-state", "--dtype", "bfloat16"), "is not supported with"),
+        (("export", "full", "--training-state", "--layout", "easylm"), "is not supported with"),
         (("save-init", "tiny", "--training-state"), "tiny has no training state"),
         (("save-init", "hf/checkpoint-4", *STATE, "--layers", "1"), "not supported with"),
     ],
@@ -358,10 +357,10 @@ def test_import_of_a_multimodal_state_is_refused(state: State):
 
 @pytest.mark.parametrize("recipe", ["[optimizer]\nlr = -1.0", "lr ="])
 def test_broken_recipe_in_a_manifest_is_damaged(folder: dict[int, float], recipe: str):
-    source = open_source(locate("half"))
+    source = open_source(locate("full"))
     assert source.manifest is not None
     manifest = source.manifest | Manifest(recipe=recipe)
     with pytest.raises(DamagedError) as error:
         read_training_state(replace(source, manifest=manifest))
-    assert error.value.what == "the recipe in the manifest of half is broken"
+    assert error.value.what == "the recipe in the manifest of full is broken"
     assert error.value.why.startswith("its table `optimizer`: ")
