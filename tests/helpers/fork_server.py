@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -191,16 +190,6 @@ def run_prep(
 ) -> subprocess.CompletedProcess[str]:
     """Run `prep WORDS` in a folder, and return its exit code and output."""
     return run_python(PREP, *words, cwd=cwd, has_jax=has_jax)
-
-
-def run_two_processes(*words: str, cwd: str | os.PathLike[str]) -> list[int]:
-    """Run both processes of `prep WORDS --processes 2/I` at once, and return their exit codes."""
-    with ThreadPoolExecutor(2) as pool:
-        runs = [
-            pool.submit(run_prep, *words, "--processes", f"2/{index}", cwd=cwd)
-            for index in range(2)
-        ]
-    return [run.result().returncode for run in runs]
 
 
 @cache
