@@ -389,7 +389,7 @@ def model() -> Path:
     return Path("m")
 
 
-def wrap_export(monkeypatch: MonkeyPatch, after: Callable[[Path], None]) -> None:
+def wrap_export(monkeypatch: MonkeyPatch, after: Callable[[Path], object]) -> None:
     """Call `after` with the folder of each finished export in the layout of Hugging Face."""
 
     def export(checkpoint: str, out: Path, **options: Any) -> prep.Conversion:

@@ -234,8 +234,8 @@ PAIRS: dict[str, tuple[dict[str, np.ndarray], dict[str, np.ndarray], tuple[str, 
         ("h.{n3}.beta: <- beta: n3",),
     ),
     "numbers other than the first ones": (
-        {f"a.{number}.w": random_array(number, 3, 2) for number in (1, 4, 7)},
-        {f"b.{number}.w": transposed(random_array(number, 3, 2)) for number in (1, 4, 7)},
+        {f"a.{number}.w": random_array(number, 3, 2) for number in (0, 4, 7)},
+        {f"b.{number}.w": transposed(random_array(number, 3, 2)) for number in (0, 4, 7)},
         ("b.{n3@numbers1}.w: d2 d3 <- a.{n3@numbers1}.w: d3 d2",),
     ),
     "stack of numbers other than the first ones": (
