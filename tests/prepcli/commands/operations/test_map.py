@@ -361,7 +361,7 @@ def test_plan_of_a_mapped_checkpoint_is_that_of_its_family(
     assert "`--map` has no effect for llama-7b-32k" in error
 
 
-def test_map_that_swaps_names_keeps_no_digest_of_the_other_tensor():
+def test_map_that_swaps_names_keeps_no_digest_of_the_other():
     first = np.arange(6, dtype=np.float32).reshape(2, 3)
     swapped = {"a": first, "b": first + 10}
     write_hf_folder(Path("source"), {"model.safetensors": swapped})

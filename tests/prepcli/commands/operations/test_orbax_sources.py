@@ -525,7 +525,7 @@ def test_compression_ratio_is_reported(model: dict[str, np.ndarray], capsys: Cap
     assert f"{ratio:.2f} x, with zstd:1" in output.err
 
 
-def test_trainer_export_in_other_storage_is_restored_and_read_back():
+def test_trainer_export_in_other_storage_is_read_back():
     tensors = make_checkpoint(Path("model"), GROUPED_QUERY | {"model_type": "llama"})
     run_ok("export", "./model", "--layout", "tunix", "--out", "database")
     run_ok("export", "./model", "--layout", "tunix", "--storage", "files", "--out", "out")

@@ -416,7 +416,7 @@ def test_left_over_config_is_dropped_from_verbatim_output(capsys: Capture):
     assert not Path("exported/quantize_config.json").exists()
 
 
-def test_unused_quantization_config_is_noted_and_has_nothing_to_decode(capsys: Capture):
+def test_unused_quantization_config_has_nothing_to_decode(capsys: Capture):
     make_left_over("awq")
     with pytest.raises(UsageError, match=f"has no effect.*not quantised .{REMARK}"):
         prep.save_init("./m", "init", quantized="dequantize")

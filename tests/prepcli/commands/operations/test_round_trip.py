@@ -522,7 +522,7 @@ def test_model_without_any_way_is_an_error():
     assert not Path("m.roundtrip.json").exists()
 
 
-def test_equal_certificate_is_left_and_another_one_needs_overwrite(model: Path):
+def test_another_certificate_needs_overwrite(model: Path):
     prep.roundtrip("m", layout=["init"])
     before = Path("m.roundtrip.json").read_bytes()
     prep.roundtrip("m", layout=["init"])

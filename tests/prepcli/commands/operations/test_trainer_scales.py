@@ -288,7 +288,7 @@ def test_wider_dtype_makes_the_way_back_exact():
     assert_same(read_tensors(Path("back")), tensors)
 
 
-def test_queries_of_a_maxtext_item_without_a_manifest_are_unscaled():
+def test_queries_of_an_item_without_a_manifest_are_unscaled():
     tensors = make_checkpoint(Path("model"), ROUNDED, "bfloat16")
     write_item(Path("run/7/items"), TREES["maxtext"](tensors, ROUNDED))
     run_ok("export", "./run", "--config", "./model", "--out", "back")

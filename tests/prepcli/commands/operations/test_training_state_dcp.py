@@ -173,7 +173,7 @@ def test_keys_of_the_tutorial_of_pytorch_are_read(torch_folder: None):
     run_ok("verify", "tutorial-back", "back")
 
 
-def test_model_of_the_tutorial_of_pytorch_is_read_without_its_optimizer(torch_folder: None):
+def test_model_of_the_tutorial_is_read_without_its_optimizer(torch_folder: None):
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save
 
