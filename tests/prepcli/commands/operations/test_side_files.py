@@ -82,6 +82,8 @@ def test_pad_vocab_keeps_nested_files(capsys: Capture) -> None:
     assert main(["pad-vocab", "./m", "--out", "padded"]) == 0
     assert_left_out(capsys.readouterr().err)
     assert nested_files(Path("padded")) == EXPECTED
+    Path("padded/1_Pooling/config.json").write_bytes(b"{}")
+    assert "1_Pooling/config.json is damaged" in run_failing(capsys, 1, "verify", "padded")
 
 
 def test_merge_keeps_nested_files() -> None:
