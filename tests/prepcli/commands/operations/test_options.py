@@ -251,13 +251,22 @@ ERRORS: list[tuple[Callable[[], object], str, str]] = [
     (lambda: parse_mesh("1,64"), "`--mesh 1,64` has 2 axes", '`mesh="1,64"` has 2 axes'),
     (lambda: parse_mesh("1,64", Key("mesh")), '`mesh = "1,64"` has', '`mesh = "1,64"` has'),
     (lambda: merge_rules(["embd=fsdp"]), "`--rule embd=fsdp`: unknown", '`rules="embd=fsdp"`:'),
+    (
+        lambda: merge_rules(["embd=fsdp"], origin=Key("rules")),
+        '`rules = ["embd=fsdp"]`: unknown dim `embd`',
+        '`rules = ["embd=fsdp"]`: unknown dim `embd`',
+    ),
     (lambda: parse_devices("v9:8"), "`--devices v9:8`: unknown", '`devices="v9:8"`: unknown'),
     (both_sizes, "`--size 8` and `--multiple 4` exclude", "`size=8` and `multiple=4` exclude"),
     (lambda: parse_mesh(""), "`--mesh 1,64,4`", '`mesh="1,64,4"`'),
     (mesh_of_option, "`--mesh 1,4,1`", '`mesh="1,4,1"`'),
     (mesh_of_recipe, "`--set mesh=1,4,1`", '`overrides="mesh=1,4,1"`'),
     (lambda: merge_rules(["embed"]), "`--rule 'kv_heads=mp|none'`", '`rules="kv_heads=mp|none"`'),
-    (lambda: parse_slice_counts("dp:-1"), "`--set cluster.dcn_mesh=dp:2`", '"cluster.dcn_mesh='),
+    (
+        lambda: parse_slice_counts("dp:-1"),
+        "`--set cluster.dcn_mesh=dp:2`",
+        '`overrides="cluster.dcn_mesh=dp:2"`',
+    ),
     (lambda: parse_devices("v5p:0"), "`--devices v5p:256`", '`devices="v5p:256"`'),
     (both_sizes, "pass only one of `--size`, `--multiple`", "pass only one of `size`, `multiple`"),
 ]

@@ -294,6 +294,7 @@ INVALID: dict[str, tuple[Change, str]] = {
     "Adam": (set_groups(decoupled_weight_decay=False), "part of the gradient"),
     "other eps": (lambda s: s["param_groups"][1].update(eps=1e-6), "eps is 1e-08 and 1e-06"),
     "step nan": (set_steps(math.nan), "nan updates"),
+    "step inf": (set_steps(math.inf), "inf updates"),
     "half a step": (set_steps(2.5), "2.5 updates"),
     "large step": (set_steps(1e12), "1e+12 updates"),
     "two steps": (set_steps([0.0, 0.0]), "must have one element"),

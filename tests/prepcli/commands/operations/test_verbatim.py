@@ -357,7 +357,7 @@ def test_verbatim_without_effect_is_an_error(capsys: Capture):
         assert "`--verbatim` has no effect" in run_failing(capsys, 2, *words, "--verbatim")
 
 
-# Checkpoints without a family on the hub, in buckets, and converted by several processes
+# Large checkpoints without a family in a bucket, and code beside the weights
 
 
 SHORT_CONFIG = b'{"model_type": "unheard_of"}\n'
