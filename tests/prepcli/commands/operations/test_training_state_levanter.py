@@ -376,6 +376,22 @@ def test_round_trip_with_tunix_changes_no_bit(levanter_folder: None):
     assert prep.export("half", "tunix", training_state=True, layout="tunix").already_done
 
 
+@pytest.mark.slow
+def test_skipped_steps_move_in_both_directions(levanter_folder: None, capsys):
+    """Tunix counts updates only, so the manifest has the number of the step."""
+    run_ok("export", "half", "--training-state", "--out", "skipped-hf")
+    # Without its manifest, the folder is one of Trainer, which counts skipped steps.
+    Path("skipped-hf/prep-manifest.json").unlink()
+    Path("skipped-hf/trainer_state.json").write_text(json.dumps({"global_step": HALF + 2}))
+    assert main(["save-init", "skipped-hf", "--training-state", "--out", "trainer-step"]) == 0
+    assert f"training state of step {HALF + 2} and update {HALF}" in capsys.readouterr().err
+    words = ("--training-state", "--layout", "tunix", "--out", "skipped-out")
+    run_ok("export", "trainer-step", *words)
+    run_ok("verify", "skipped-out", "trainer-step")
+    run_ok("save-init", "skipped-out", "--training-state", "--out", "skipped-back")
+    assert same_state(step_leaves("skipped-back"), step_leaves("trainer-step"))
+
+
 def test_half_of_a_step_is_damaged(levanter_folder: None, capsys):
     shutil.copytree("tunix", "one-item")
     shutil.rmtree(Path("one-item", str(HALF), "optimizer_state"))
