@@ -1,33 +1,41 @@
-"""Blobs: files, concatenated pieces and strided views are read through one interface."""
+"""Readers of bytes: files, concatenated pieces, strided views, arrays in memory and chunked tensors."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from itertools import permutations
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.algebra.boxes import Range
 from prepcli.algebra.strided_copies import StridedCopy
+from prepcli.commands.cli.main import main
 from prepcli.core.errors import PrepError
 from prepcli.engine.blobs import (
     BlockCache,
     DerivedArrays,
     DerivedReader,
+    HostLeaf,
+    HostLeafReader,
     MemoryBlob,
     RowOperation,
     StoredMatrix,
     open_blobs,
 )
-from prepcli.engine.files import Files
+from prepcli.engine.files import PAGE, Files
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.planning.arrays import location_copies, whole_array
 from prepcli.planning.plan import Stream
+from prepcli.sources.locate import locate
+from prepcli.sources.opening import open_source
 from prepcli.stores.buffers import allocate_buffer
 from tests.helpers.plans import flat
+from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 
 # (offset, length) in the second file.
 PIECES = (
@@ -58,7 +66,6 @@ def _bytes(folder: Path, number: int) -> bytes:
     return [(folder / "a").read_bytes(), concatenated, b][number]
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.integers(0, 2), st.data())
 def test_read_run_reads_files_and_blobs(folder: Path, number: int, data: st.DataObject):
     content = _bytes(folder, number)
@@ -148,7 +155,6 @@ class AddOne(RowOperation):
         return np.ascontiguousarray(columns.T + np.uint8(1))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_derived_arrays_of_derived_arrays_share_a_bounded_cache(data: st.DataObject):
     values = np.random.default_rng(0).integers(0, 200, (24, 36), dtype=np.uint8)
@@ -167,3 +173,115 @@ def test_derived_arrays_of_derived_arrays_share_a_bounded_cache(data: st.DataObj
         assert sum(held) <= cache.most_nbytes or len(held) == 1
     reader.close()
     assert not cache._held
+
+
+def leaf(array: np.ndarray) -> HostLeaf:
+    return HostLeaf.whole(array.shape, array.dtype.name, fetch=lambda: array)
+
+
+@given(st.integers(0, 9000), st.integers(1, 3000))
+def test_read_run_keeps_page_offset(offset: int, width: int):
+    array = np.arange(12000, dtype=np.uint8)
+    into = allocate_buffer(4 * PAGE)
+    data_read = HostLeafReader([leaf(array)]).read_run(StridedCopy(0, 0, offset, width), into)
+    assert data_read.tobytes() == array[offset : offset + width].tobytes()
+    assert (data_read.ctypes.data - offset) % PAGE == 0
+
+
+def test_read_runs_packs_runs():
+    array = np.arange(4 * 5 * 6, dtype=np.int32).reshape(4, 5, 6)
+    copies = [StridedCopy(0, 0, 24, 8, ((4, 48, 120), (2, 24, 24))), StridedCopy(0, 0, 0, 24)]
+    data_read = (
+        HostLeafReader([leaf(array)]).read_runs(copies, allocate_buffer(PAGE)).view(np.int32)
+    )
+    assert data_read.tolist() == [*array[:, 1:3, :2].reshape(-1).tolist(), *array[0, 0].tolist()]
+
+
+def test_leaf_is_fetched_once_and_released_at_its_end():
+    class Array(np.ndarray):
+        pass
+
+    fetched: list[weakref.ref[np.ndarray]] = []
+
+    def fetch() -> np.ndarray:
+        array = np.zeros(100, np.uint8).view(Array)
+        fetched.append(weakref.ref(array))
+        return array
+
+    leaves, into = (
+        HostLeafReader(
+            [HostLeaf.whole((100,), "uint8", fetch=fetch), leaf(np.zeros((), np.int32))]
+        ),
+        allocate_buffer(PAGE),
+    )
+    assert fetched == []
+    leaves.read_run(StridedCopy(0, 0, 0, 60), into)
+    leaves.read_run(StridedCopy(0, 1, 0, 4), into)
+    gc.collect()
+    assert len(fetched) == 1
+    leaves.read_run(StridedCopy(60, 0, 60, 40), into)
+    gc.collect()
+    assert len(fetched) == 1
+    assert fetched[0]() is None
+
+
+def test_read_run_accepts_any_memory_order_and_dtype():
+    array = np.arange(6, dtype=np.float32).reshape(2, 3).T
+    data_read = HostLeafReader([leaf(array)]).read_run(
+        StridedCopy(0, 0, 0, 24), allocate_buffer(PAGE)
+    )
+    assert data_read.view(np.float32).tolist() == [0, 3, 1, 4, 2, 5]
+    assert HostLeafReader([leaf(np.array([True, False]))]).read_run(
+        StridedCopy(0, 0, 0, 2), allocate_buffer(PAGE)
+    ).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("fetched", [np.zeros((2, 3), np.float32), np.zeros((3, 2), np.float16)])
+def test_read_run_rejects_other_shape_or_dtype(fetched: np.ndarray):
+    leaves = HostLeafReader([HostLeaf.whole((3, 2), "float32", fetch=lambda: fetched)])
+    with pytest.raises(ValueError, match=r"a leaf of \(3, 2\) float32 was fetched as"):
+        leaves.read_run(StridedCopy(0, 0, 0, 24), allocate_buffer(PAGE))
+
+
+@pytest.mark.parametrize("run_nbytes", [32, 100, 1 << 20])
+def test_read_values_returns_tensors_in_c_order(tmp_path: Path, run_nbytes: int) -> None:
+    tensors = make_checkpoint(tmp_path / "llama", LLAMA, "float16", vocab_size=12)
+    assert (
+        main(
+            [
+                "save-init",
+                str(tmp_path / "llama"),
+                "--out",
+                str(tmp_path / "init"),
+                "--mesh",
+                "1,2,2",
+                "-q",
+            ]
+        )
+        == 0
+    )
+    for folder in ("llama", "init"):
+        source = open_source(locate(str(tmp_path / folder)))
+        assert len(source.tensors) == len(tensors)
+        with open_blobs(source.byte_sources) as files:
+            for tensor in source.tensors:
+                stream = Stream(
+                    tensor.name,
+                    tensor.dtype,
+                    tensor.shape,
+                    (0, tensor.shape[0]),
+                    tensor.placement,
+                    (),
+                )
+                runs = [
+                    (start, bytes(data))
+                    for start, data in read_values(
+                        files, stream, buffers=allocate_run_buffers(run_nbytes)
+                    )
+                ]
+                content = b"".join(data for _, data in runs)
+                assert content == tensors[source.names.full_name(tensor.name)].tobytes()
+                assert [start for start, _ in runs] == [
+                    sum(len(d) for _, d in runs[:i]) for i in range(len(runs))
+                ]
+                assert all(0 < len(data) <= run_nbytes for _, data in runs)

@@ -1,10 +1,12 @@
-"""Memory budget: `--memory` is divided into buffers that never exceed it."""
+"""Memory: the limits of a machine, the budget of a command, and the pause of the garbage collector."""
 
 from __future__ import annotations
 
+import gc
 import mmap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,7 +21,10 @@ from prepcli.engine.budget import (
     Budget,
     BufferPool,
     anonymous_nbytes,
+    cgroup_memory_limit,
+    collector_paused,
     make_budget,
+    system_memory,
 )
 from prepcli.engine.files import PAGE
 from tests.helpers.waiting import MAX_S
@@ -116,3 +121,78 @@ def test_anonymous_nbytes_grows_with_touched_memory():
     with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.write(b"\1" * len(memory))
         assert anonymous_nbytes() - before > 48 * MIB
+
+
+GIB = 1 << 30
+
+
+def write(root: Path, **texts: str) -> Path:
+    """Write files under `root`. In names `__` means a slash and `_DOT_` a dot."""
+    for name, text in texts.items():
+        path = root / name.replace("__", "/").replace("_DOT_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_system_memory_is_in_bytes(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        proc__meminfo="MemTotal:       24686380 kB\nMemFree: 1 kB\nMemAvailable:   23000000 kB\n",
+    )
+    assert system_memory(tmp_path) == {"total": 24686380 * 1024, "available": 23000000 * 1024}
+
+
+def test_memory_is_unknown_without_files(tmp_path: Path) -> None:
+    assert system_memory(tmp_path) == {}
+    assert cgroup_memory_limit(tmp_path) is None
+
+
+def test_cgroup_limit_is_the_smallest_of_all_groups(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        proc__self__cgroup="0::/job/step\n",
+        sys__fs__cgroup__job__step__memory_DOT_max="max\n",
+        sys__fs__cgroup__job__memory_DOT_max=f"{8 * GIB}\n",
+        sys__fs__cgroup__memory_DOT_max=f"{16 * GIB}\n",
+    )
+    assert cgroup_memory_limit(tmp_path) == 8 * GIB
+
+
+def test_cgroup_limit_is_read_from_a_container_root(tmp_path: Path) -> None:
+    write(tmp_path, proc__self__cgroup="0::/\n", sys__fs__cgroup__memory_DOT_max=f"{4 * GIB}\n")
+    assert cgroup_memory_limit(tmp_path) == 4 * GIB
+
+
+def test_cgroup_limit_is_read_from_version_1_groups(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        proc__self__cgroup="3:cpu,cpuacct:/job\n5:memory:/job\n1:name=systemd:/job\n",
+        sys__fs__cgroup__memory__job__memory_DOT_limit_in_bytes=f"{2 * GIB}\n",
+        sys__fs__cgroup__memory__memory_DOT_limit_in_bytes="9223372036854771712\n",
+    )
+    assert cgroup_memory_limit(tmp_path) == 2 * GIB
+    write(tmp_path, sys__fs__cgroup__memory__job__memory_DOT_limit_in_bytes="9223372036854771712\n")
+    assert cgroup_memory_limit(tmp_path) is None
+
+
+def fail_while_paused() -> None:
+    with collector_paused():
+        assert not gc.isenabled()
+        raise ValueError("header")
+
+
+def test_collector_runs_again_after_an_error():
+    with pytest.raises(ValueError, match="header"):
+        fail_while_paused()
+    assert gc.isenabled()
+
+
+def test_disabled_collector_stays_disabled():
+    gc.disable()
+    try:
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -28,9 +28,7 @@ from tests.helpers.run_cli import run_json
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 
 SIZE = 5 * PAGE + 123
-QUIET = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+QUIET = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def some_bytes(count: int, seed: int = 0) -> ByteArray:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.algebra.boxes import strides
@@ -68,7 +68,6 @@ def at_page_offset(data: np.ndarray, page_offset: int) -> np.ndarray:
     return buffer[page_offset:]
 
 
-@settings(deadline=None)
 @given(SHAPES, WIDTHS, st.integers(0, 9), st.booleans(), st.data())
 def test_scatter_inverts_gather_for_any_transpose(
     pool, shape: list[int], width: int, page_offset: int, is_shared: bool, data
@@ -91,7 +90,6 @@ def test_scatter_inverts_gather_for_any_transpose(
     assert np.array_equal(restored, tensor)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 30), st.integers(1, 30), st.data())
 def test_gather_packs_several_copies(rows: int, columns: int, data):
     cut = data.draw(st.integers(0, rows))
