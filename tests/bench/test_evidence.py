@@ -1,14 +1,17 @@
-"""Tests of the evidence table with fake measurements; real ones need an idle machine."""
+"""Tables of evidence and growth with fake measurements, plain copies, and the meter of real commands."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
-from bench import evidence
+from bench import evidence, floor, meter
+from bench.alternatives import conversion_commands, usual_text
 from bench.evidence import (
     CASES,
     BenchPaths,
@@ -19,8 +22,10 @@ from bench.evidence import (
     run_checked,
 )
 from bench.evidence_rows import EvidenceRow, evidence_text
-from bench.floor import COPY_METHODS
-from bench.meter import CommandCost
+from bench.floor import COPY_METHODS, CopyMethod
+from bench.floor import main as copy_main
+from bench.growth import growth_svg, growth_text
+from bench.meter import CommandCost, anonymous_nbytes, drop_page_cache, measure, process_tree
 
 MIB = 1 << 20
 ROW = EvidenceRow(
@@ -185,3 +190,164 @@ def test_main_rejects_unknown_cases(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"no case import; there are {', '.join(CASES)}" in " ".join(
         capsys.readouterr().err.split()
     )
+
+
+def _row(gb: int, seconds: float) -> EvidenceRow:
+    return EvidenceRow(
+        "save-init",
+        "512MiB",
+        gb * 10**9,
+        (seconds, seconds + 1),
+        (2.0 * seconds,),
+        1.0,
+        4.0,
+        250 * MIB,
+        MIB,
+    )
+
+
+def test_growth_text_has_a_line_per_size() -> None:
+    small, large = growth_text([_row(2, 1.0), _row(20, 12.0)]).splitlines()[-2:]
+    assert small.split() == ["2.0", "1.0", "2.0", "0.50", "2.0", "0.50", "0.75", "250"]
+    assert large.split() == ["20.0", "12.0", "13.0", "0.60", "24.0", "0.50", "0.52", "250"]
+
+
+def test_growth_svg_has_two_charts() -> None:
+    picture = ElementTree.fromstring(growth_svg([_row(2, 1.0), _row(20, 12.0)]))
+    assert [child.tag.rpartition("}")[2] for child in picture] == ["style", "svg", "svg"]
+    assert len(picture.findall(".//{*}polyline")) == 4
+    assert "--color0: #" in (picture[0].text or ""), "the file defines the colours of its curves"
+
+
+def test_table_of_usual_commands_has_seconds_cpu_ratio_memory_and_ratio_to_prep() -> None:
+    ours, theirs = (
+        CommandCost(0, 5.0, 1, 100 * MIB, 0, "", ""),
+        CommandCost(0, 60.0, 9, 3000 * MIB, 0, "", ""),
+    )
+    last = usual_text({"prep": [ours, ours], "other": [theirs]}).splitlines()[-1]
+    assert last.split() == ["other", "60.0", "60.0", "12.0", "3000", "30.0"]
+
+
+def test_conversion_commands_include_flax_if_installed() -> None:
+    assert len(conversion_commands(Path("a"), Path("b"), None)) == 2
+    assert conversion_commands(Path("a"), Path("b"), Path("python"))["redco: torch, Flax, Orbax"][
+        0
+    ] == Path("python")
+
+
+PAGE = floor.PAGE_NBYTES
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Return a folder of files with sizes around whole pages."""
+    folder = tmp_path / "source"
+    (folder / "deep").mkdir(parents=True)
+    for name, size in {
+        "empty": 0,
+        "short": 7,
+        "pages": 8 * PAGE,
+        "deep/ragged": 9 * PAGE + 5,
+    }.items():
+        (folder / name).write_bytes(os.urandom(size))
+    return folder
+
+
+@pytest.mark.parametrize("means", COPY_METHODS, ids=str)
+def test_copy_equals_source(source: Path, means: CopyMethod, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(floor, "BLOCK_NBYTES", 2 * PAGE)
+    out = source.with_name("out")
+    copy_main([str(word) for word in means.command(source, out)[3:]])
+    names = [path.relative_to(source) for path in source.rglob("*")]
+    assert sorted(names) == sorted(path.relative_to(out) for path in out.rglob("*"))
+    files = [name for name in names if (source / name).is_file()]
+    assert all((source / name).read_bytes() == (out / name).read_bytes() for name in files)
+
+
+def test_copy_does_not_overwrite(source: Path):
+    with pytest.raises(FileExistsError):
+        copy_main([str(source), str(source)])
+
+
+def test_failed_write_ends_the_copy(source: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> int:
+        raise OSError("no")
+
+    monkeypatch.setattr(floor, "BLOCK_NBYTES", PAGE)
+    monkeypatch.setattr(os, "pwritev", fail)
+    with pytest.raises(OSError, match="no"):
+        copy_main([str(source), str(source.with_name("out"))])
+
+
+MIB = 1 << 20
+MAP = "import mmap, sys, time; m = mmap.mmap(open(sys.argv[1]).fileno(), 0, prot=1); sum(m[::4096]); time.sleep(0.2)"
+HOLD = "import sys, time; data = b'x' * (int(sys.argv[1]) << 20); time.sleep(1)"
+
+
+def hold(mib: int) -> list[str]:
+    """Return a command that holds `mib` MiB of memory for a second."""
+    return [sys.executable, "-c", HOLD, str(mib)]
+
+
+def test_measure_returns_peak_memory() -> None:
+    base, cost = measure(hold(0)), measure(hold(64))
+    assert 63 * MIB < cost.peak_nbytes - base.peak_nbytes < 72 * MIB
+    assert cost.max_rss_nbytes > 64 * MIB
+
+
+@pytest.mark.parametrize("script", ['"$@"; true', '("$@" &); sleep 1'], ids=["child", "orphan"])
+def test_measure_includes_memory_of_child_processes(script: str) -> None:
+    assert measure(["bash", "-c", script, "bash", *hold(64)]).peak_nbytes > 64 * MIB
+
+
+def test_measure_ignores_mapped_files(tmp_path: Path) -> None:
+    big = tmp_path / "big"
+    big.write_bytes(b"x" * (64 * MIB))
+    cost = measure([sys.executable, "-c", MAP, str(big)])
+    assert cost.peak_nbytes < 32 * MIB
+    assert cost.max_rss_nbytes > 64 * MIB
+
+
+def test_measure_returns_exit_code_output_and_time() -> None:
+    cost = measure(
+        ["bash", "-c", "echo out; echo err >&2; for ((i = 0; i < 100000; i++)); do :; done; exit 3"]
+    )
+    assert (cost.exit_code, cost.stdout, cost.stderr) == (3, "out\n", "err\n")
+    assert cost.cpu_s > 0
+    assert cost.wall_s > 0
+    assert measure(["bash", "-c", "kill -9 $$"]).exit_code == -9
+
+
+def test_interrupted_measure_kills_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def interrupted(process: int, _: int) -> None:
+        started.append(process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "wait4", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measure(["sleep", "600"])
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
+
+
+def test_process_tree_contains_this_process() -> None:
+    assert os.getpid() in process_tree(os.getpid())
+    assert anonymous_nbytes(os.getpid()) > MIB
+    assert anonymous_nbytes(2**22 + 1) == 0  # more than any process has
+
+
+def test_drop_page_cache_evicts_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model" / "hf").mkdir(parents=True)
+    files = [tmp_path / "model" / "a", tmp_path / "model" / "hf" / "b", tmp_path / "c"]
+    for path in files:
+        path.write_bytes(b"content")
+    evicted: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *_: evicted.append(os.fstat(file).st_ino))
+    monkeypatch.setattr(meter, "DROP_CACHES", tmp_path / "drop_caches")
+    assert drop_page_cache([tmp_path / "model", tmp_path / "c"]) == "drop_caches"
+    assert sorted(evicted) == sorted(path.stat().st_ino for path in files)
+    assert (tmp_path / "drop_caches").read_text() == "1"
+    monkeypatch.setattr(meter, "DROP_CACHES", tmp_path / "absent" / "drop_caches")
+    assert drop_page_cache([tmp_path / "c"]) == "fadvise"
