@@ -1,10 +1,13 @@
-"""Adapters: their leaves, the names of their tensors, and their targets in every family."""
+"""Adapters: their leaves, the names of their tensors, their targets, and patterns of module names."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prepcli.algebra.axis_map import bind_row
 from prepcli.core.errors import PrepError, UsageError
@@ -16,7 +19,7 @@ from prepcli.models.lora import (
     select_targets,
     with_named_patterns,
 )
-from prepcli.models.lora_config import DEFAULT_TARGETS, LoraConfig, lora_from_manifest
+from prepcli.models.lora_config import DEFAULT_TARGETS, LoraConfig, find_pattern, lora_from_manifest
 from prepcli.models.parameters import parameter_rows
 from prepcli.models.peft_names import module_suffixes
 from prepcli.models.registry import FAMILIES
@@ -211,3 +214,37 @@ def test_patterns_of_projections_in_one_tensor_agree():
     lora = LoraConfig(4, 8.0, rank_pattern={"attn.q": 2, "attn.k": 3})
     with pytest.raises(UsageError, match="have the value of an earlier key"):
         module_settings(family, GPT2, lora)
+
+
+NAMES = ["model.layers.0.self_attn.q_proj", "layers.11.mlp.down_proj", "q_proj"]
+TOKENS = [
+    *("q_proj", "layers", "mlp", ".", r"\.", "[0-9]", r"\d", "+", "*", "?", "|", "(", ")"),
+    *("^", "$", ".*", "0", "{1,2}", "[^a]", "(?:"),
+]
+
+
+@given(st.lists(st.sampled_from(TOKENS), min_size=1, max_size=7).map("".join))
+def test_patterns_match_as_in_python(pattern: str):
+    try:
+        found = [find_pattern([pattern], [name]) is not None for name in NAMES]
+    except PrepError:
+        return
+    rule = re.compile(rf"(.*\.)?({pattern})$")
+    assert found == [rule.match(name) is not None for name in NAMES]
+
+
+def test_first_matching_pattern_counts():
+    names = ["model.layers.0.self_attn.q_proj", "layers.0.attn.q"]
+    assert find_pattern(["k_proj", "attn.q", "q_proj"], names) == "attn.q"
+    assert find_pattern(["proj", "attn.k"], names) is None
+
+
+@pytest.mark.parametrize("pattern", ["(a*)*b", "((a|b)*a)*c", "a{0,90}" * 90 + "b"])
+def test_hostile_patterns_end_in_bounded_time(pattern: str):
+    assert find_pattern([pattern], ["a" * 200]) is None
+
+
+@pytest.mark.parametrize("pattern", ["(?i)q", r"(a)\1", "((a*)*)*b", "a" * 1001, "(" * 60, "[a"])
+def test_other_syntax_is_an_error(pattern: str):
+    with pytest.raises(PrepError, match="is not supported"):
+        find_pattern([pattern], ["a"])

@@ -1,4 +1,4 @@
-"""Parse meshes, fill in the axis of size -1, and name folders after meshes."""
+"""Meshes: parsing, the axis of size -1, the names of their folders, and their slices."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prepcli.core.errors import USAGE, Key
-from prepcli.models.mesh import MESH_AXES, Mesh, folder_suffix, parse_mesh, resolve_mesh
+from prepcli.core.errors import USAGE, Key, UsageError
+from prepcli.models.mesh import (
+    MESH_AXES,
+    Mesh,
+    check_slices,
+    folder_suffix,
+    num_slices,
+    parse_mesh,
+    parse_slice_counts,
+    resolve_mesh,
+)
 from tests.helpers.meshes import MESHES, error_of, mesh_texts, read
 
 TAKES = "it takes dp,fsdp,mp, or names: `fsdp:64,mp:4,sp:2`"
@@ -160,3 +169,49 @@ def test_folder_suffix_names_sizes_of_the_mesh(text, suffix):
 @given(MESHES, MESHES)
 def test_folder_suffix_is_unique_per_mesh(a, b):
     assert (folder_suffix(a) == folder_suffix(b)) == (a == b)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, {}),
+        ("dp:2", {"dp": 2}),
+        ("2,4,1", {"dp": 2, "fsdp": 4}),
+        ("1,1,1", {}),
+        ("tp:2", None),
+        ("dp:-1", None),
+    ],
+)
+def test_parse_slice_counts_accepts_names_and_positions(
+    text: str | None, expected: dict[str, int] | None
+):
+    if expected is None:
+        with pytest.raises(UsageError, match=r"cluster\.dcn_mesh"):
+            parse_slice_counts(text)
+    else:
+        assert parse_slice_counts(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("mesh", "slices", "is_valid"),
+    [
+        ("4,8,1", {"dp": 2}, True),
+        ("4,8,1", {"dp": 4, "fsdp": 2}, True),
+        ("-1,8,1", {"dp": 3}, True),
+        ("4,8,1", {"dp": 3}, False),
+        ("4,8,1", {"mp": 2}, False),
+    ],
+)
+def test_check_slices_rejects_sizes_that_do_not_divide(
+    mesh: str, slices: dict[str, int], is_valid: bool
+):
+    if is_valid:
+        check_slices(parse_mesh(mesh), slices)
+    else:
+        with pytest.raises(UsageError, match="divides"):
+            check_slices(parse_mesh(mesh), slices)
+
+
+def test_num_slices_is_the_product():
+    assert num_slices({"dp": 2, "fsdp": 3}) == 6
+    assert num_slices({}) == 1

@@ -17,14 +17,6 @@ DIM, POSITIONS = 16, 64
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-def test_read_rope_fills_in_defaults():
-    assert read_rope({}, DIM, max_positions=POSITIONS) == Rope(DIM, 10_000.0, POSITIONS)
-    assert (
-        read_rope({"rope_theta": 5e5, "rope_scaling": None}, DIM, max_positions=POSITIONS).theta
-        == 5e5
-    )
-
-
 @pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "llama3", "yarn"])
 def test_read_rope_accepts_fields_of_both_versions(kind: str):
     """Version 4 has `rope_scaling` with `type` or `rope_type`, and `rope_theta`; version 5 has `rope_parameters`."""

@@ -1,28 +1,49 @@
-"""Copies of arrays in one chunk, in chunks and in parts, against NumPy, and the checksum blocks of chunks."""
+"""Arrays: their copies against NumPy. Names in a training state, and the table of other libraries."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.algebra.axis_map import AxisMap
 from prepcli.algebra.boxes import Box, full_box, strides
 from prepcli.algebra.grids import ArrayPart, ArrayParts, ChunkTable, StridedChunks, run_parts
+from prepcli.core.errors import DamagedError
+from prepcli.formats.manifest import encode_manifest, parse_manifest
+from prepcli.models.registry import FAMILIES
 from prepcli.planning import arrays as stored_arrays
 from prepcli.planning.arrays import (
     Array,
     Location,
     assign_block_numbers,
     chunk_blocks,
+    identity_axis_map,
     parted_array,
     whole_array,
 )
+from prepcli.planning.libraries import (
+    HF_LAYOUT,
+    LIBRARIES,
+    LIBRARIES_BY_LAYOUT,
+    MAXTEXT,
+    TUNIX,
+    AdamNumbers,
+    AdamSettings,
+    Layout,
+    LayoutScale,
+    find_library,
+    recorded_scale,
+)
+from prepcli.planning.tensors import PARAMS, find_slots, qualify, split_name
 from tests.helpers.stored_arrays import read_tensor
 from tests.helpers.strategies import axis_maps, leaf_by_numpy, random_tensors
 
@@ -78,7 +99,6 @@ def arrays(draw: st.DrawFn, values: np.ndarray) -> tuple[Array, list[bytes]]:
     return parted_array("w", "int32", shape, ArrayParts(tuple(parts))), files
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), max_size=3).map(tuple), st.data())
 def test_copies_of_a_box_have_its_elements(shape: tuple[int, ...], data: st.DataObject):
     values = np.arange(1, math.prod(shape) + 1, dtype=np.int32).reshape(shape)
@@ -94,7 +114,6 @@ def test_copies_of_a_box_have_its_elements(shape: tuple[int, ...], data: st.Data
     assert np.array_equal(read_tensor(array.mapped(), values, files, box), expected)
 
 
-@settings(deadline=None, max_examples=60)
 @given(row=axis_maps(padding=False), data=st.data())
 def test_tensors_are_parts_of_an_array(row: AxisMap, data: st.DataObject):
     tensors = random_tensors(row)
@@ -217,3 +236,156 @@ def test_block_numbers_continue_from_leaf_to_leaf():
     ]
     d = blocks["d"]
     assert [d.first_in_chunk((index,)) for index in range(math.prod(d.chunk_counts))] == [4, 6]
+
+
+SHAPES = {"embed.tokens": (8, 4), "encoder.embed.tokens": (8, 4), "norm.scale": (4,)}
+
+
+def leaves(*roots: str) -> dict[str, tuple[int, ...]]:
+    return {f"{root}.{path}": shape for root in roots for path, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("slot", [PARAMS, "opt_state.adam.mu", ""])
+def test_split_name_reverses_qualify(slot: str):
+    assert split_name(qualify(slot, "h.0.attn.q.weight")) == (slot, "h.0.attn.q.weight")
+
+
+def test_qualify_keeps_parameter_names():
+    assert qualify(PARAMS, "wte.weight") == "wte.weight"
+
+
+def test_find_slots_requires_every_parameter():
+    state = leaves("params", "opt_state.adam.nu", "opt_state.adam.mu", "opt_state") | {
+        "opt_state.adam.count": ()
+    }
+    assert find_slots(state, SHAPES) == ("opt_state", "opt_state.adam.mu", "opt_state.adam.nu")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state.pop("opt_state.mu.norm.scale"),
+        lambda state: state.update({"opt_state.mu.norm.scale": (1,)}),
+    ],
+)
+def test_find_slots_ignores_incomplete_subtrees(damage):
+    state = leaves("params", "opt_state.mu", "opt_state.nu")
+    damage(state)
+    assert find_slots(state, SHAPES) == ("opt_state.nu",)
+
+
+def test_find_slots_searches_the_optimizer_state_only():
+    assert find_slots(leaves("params", "ema"), SHAPES) == ()
+    assert find_slots({"opt_state.x": (3,)}, {}) == ()
+
+
+@given(st.lists(st.integers(1, 4), max_size=4).map(tuple))
+def test_identity_axis_map_copies_the_whole_leaf(shape: tuple[int, ...]):
+    axis_map = identity_axis_map("opt_state.count", shape)
+    assert (axis_map.leaf_shape, axis_map.source_shape) == (shape, shape)
+    assert list(axis_map.tensors()) == [("opt_state.count", {})]
+    leaf = whole_array("opt_state.count", "float32", shape, (0, 0))
+    (copy,) = leaf.part(axis_map).copies(full_box(shape))
+    nbytes = 4
+    for extent in shape:
+        nbytes *= extent
+    assert (copy.tensor_offset, copy.file_offset, copy.width, copy.dims) == (0, 0, nbytes, ())
+
+
+SETTINGS = AdamSettings(lr=0.5, peak_lr=1.0, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1)
+NUMBERS = AdamNumbers(step=5, num_updates=4, settings=SETTINGS)
+
+
+def test_layouts_of_the_table_are_those_of_the_option():
+    assert {*LIBRARIES_BY_LAYOUT} == {*get_args(Layout)}
+
+
+def test_each_layout_has_rows_in_a_family():
+    in_families = {layout for family in FAMILIES.values() for layout in family.layouts}
+    assert {*LIBRARIES_BY_LAYOUT} == {HF_LAYOUT, *in_families}
+
+
+def test_layout_has_the_formats_of_its_entries():
+    assert [entry.file_format for entry in LIBRARIES_BY_LAYOUT[HF_LAYOUT]] == ["safetensors", "dcp"]
+    assert find_library(HF_LAYOUT).file_format == "safetensors"
+    assert find_library(HF_LAYOUT, "dcp").title == "torch distributed checkpoint"
+
+
+def test_items_of_one_name_have_one_place():
+    places = {library.item.item: library.item for library in LIBRARIES if library.item}
+    assert len(places) == len([library for library in LIBRARIES if library.item])
+
+
+def test_bound_constants_are_the_numbers_of_the_state():
+    assert TUNIX.state is not None
+    assert TUNIX.state.optax is not None
+    constants = TUNIX.state.optax.bind(NUMBERS).constants
+    assert constants["step"] == ("uint32", 4)
+    assert constants["opt_state.hyperparams.learning_rate"] == ("float32", 0.5)
+    assert constants["opt_state.hyperparams.eps_root"] == ("float32", 0.0)
+
+
+def test_folder_of_two_items_is_the_step():
+    assert TUNIX.item is not None
+    assert MAXTEXT.item is not None
+    assert TUNIX.item.folder(7, has_state=True) == "7"
+    assert TUNIX.item.folder(0) == "0/model_params"
+    assert MAXTEXT.item.folder(7, has_state=True) == "7/items"
+
+
+def test_record_has_the_settings_of_the_optimizer():
+    record = NUMBERS.record(["random state"])
+    assert (record["step"], record["updates"]) == (5, 4)
+    assert record["optimizer"]["peak_lr"] == 1.0
+
+
+MANIFEST = {
+    "kind": "hf", "request": "", "plan": "", "config": {}, "tensors": {}, "prefixed": True, "tied": False
+}  # fmt: skip
+RECORD = {"sqrt": 64, "significant": "", "lost": 0, "digests": [[0, 8, "d"]]}
+
+
+def is_scale_record(record: Mapping[str, object]) -> bool:
+    """Return whether a manifest with the record is valid."""
+    data = encode_manifest({**MANIFEST, "scales": {"w": record}})
+    try:
+        parse_manifest(Path("prep-manifest.json"), data)
+    except DamagedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        LayoutScale(64),
+        LayoutScale(2560, power=-1, root_dtype="bfloat16"),
+        LayoutScale(1, offset=1),
+    ],
+)
+def test_recorded_scale_returns(scale: LayoutScale):
+    assert is_scale_record({**RECORD, **scale.fields()})
+    assert recorded_scale(scale.fields()) == scale
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("sqrt", 0),
+        ("sqrt", 8.0),
+        ("power", "1"),
+        ("root", "float8"),
+        ("offset", None),
+        ("significant", "int8"),
+        # Negative counts would cancel those of other tensors.
+        ("lost", -1),
+    ],
+)
+def test_record_with_an_invalid_value_is_refused(key: str, value: object):
+    assert is_scale_record(RECORD)
+    assert not is_scale_record(RECORD | {key: value})
+
+
+@pytest.mark.parametrize("key", ["sqrt", "significant", "lost", "digests"])
+def test_record_without_a_key_is_refused(key: str):
+    assert not is_scale_record({name: RECORD[name] for name in RECORD.keys() - {key}})

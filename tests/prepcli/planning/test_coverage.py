@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
@@ -43,7 +43,6 @@ def check_fails(plan: Plan, reason: str) -> None:
     assert "nothing was written" in raised.value.hint
 
 
-@settings(max_examples=60, deadline=None)
 @given(complete_tables(), st.data())
 def test_check_accepts_complete_plans_in_both_directions(rows: tuple[AxisMap, ...], data):
     save_plan = make_save_plan(rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows])

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.algebra.axis_map import AxisMap, bind_row
@@ -18,7 +18,6 @@ from prepcli.algebra.grids import ChunkGrid, StridedChunks
 from prepcli.algebra.rows import parse_row
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.engine.casts import Cast, value_operations
-from prepcli.engine.fills import Fill
 from prepcli.planning.arrays import Array, MappedArray
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
 from prepcli.planning.plan import Stream
@@ -46,7 +45,6 @@ def check_tiling(slabs: Sequence[Slab], stream: Stream, limit: int) -> None:
         assert sum(c.nbytes for c in copies) == (slab.nbytes if getattr(stream, direction) else 0)
 
 
-@settings(max_examples=150, deadline=None)
 @given(complete_tables(), st.data())
 def test_slabs_tile_their_stream_within_the_limit(rows: tuple[AxisMap, ...], data):
     save_plan = make_save_plan(
@@ -250,44 +248,7 @@ def test_slabs_smaller_than_a_page_end_at_page_boundaries():
     ]
 
 
-def test_slabs_of_filled_rows_have_no_reads():
-    stream = Stream(
-        "w", "float32", (12, 5), (9, 12), (), (flat("float32", (12, 5), 40),), (Fill("zeros"),)
-    )
-    slabs = list(split_stream(0, stream, max_nbytes=24))
-    check_tiling(slabs, stream, 24)
-    assert [copy.file_offset for slab in slabs for copy in slab.writes] == [
-        40 + slab.start for slab in slabs
-    ]
-
-
-@pytest.mark.parametrize(
-    ("shape", "rows"), [((0, 5), (0, 0)), ((5, 0), (0, 5)), ((0,), (0, 0)), ((7, 5), (3, 3))]
-)
-def test_split_stream_returns_no_slab_of_empty_stream(
-    shape: tuple[int, ...], rows: tuple[int, int]
-):
-    stream = Stream(
-        "w", "float32", shape, rows, (flat("float32", shape, 8),), (flat("float32", shape, 16),)
-    )
-    assert (
-        list(split_stream(0, stream, max_nbytes=64))
-        == list(split_stream_evenly(0, stream, max_nbytes=64))
-        == []
-    )
-
-
-def test_split_stream_returns_one_slab_of_0d_tensor():
-    region_part = region("layers <- s.{layers}:", {"layers": 3}, (1,), layers=2)
-    stream = Stream("s.2", "float32", (), (0, 1), (flat("float32", (), 4),), (region_part,))
-    (slab,) = split_stream(0, stream, max_nbytes=64)
-    assert (slab.start, slab.nbytes, slab.writes[0].file_offset) == (0, 4, 8)
-    (even,) = split_stream_evenly(0, stream, max_nbytes=64)
-    assert (even.start, even.nbytes) == (0, 4)
-
-
 @given(st.integers(4, 400), st.data())
-@settings(max_examples=40, deadline=None)
 def test_even_slabs_do_not_depend_on_locations(limit: int, data):
     text, sizes = "heads dim embed <- w: (heads dim) embed", {"heads": 6, "dim": 4, "embed": 7}
     region_a, region_b = (
@@ -397,7 +358,6 @@ def test_min_buffer_fits_either_dtype():
     st.sampled_from([("float32", "bfloat16"), ("bfloat16", "float32"), ("float64", "float16")]),
     st.data(),
 )
-@settings(max_examples=60, deadline=None)
 def test_slabs_of_casts_fit_in_either_dtype(pair: tuple[str, str], data):
     dtype, cast = pair
     items = [itemsize(dtype), itemsize(cast)]

@@ -94,17 +94,6 @@ def test_codes_may_be_stored_in_another_dtype(storage: str):
         assert_equal_bits(decode_all(decoder, arrays, rows_per_part), expected)
 
 
-@pytest.mark.parametrize("batches", [1, pytest.param(100, marks=pytest.mark.slow)])
-def test_many_blocks_equal_bitsandbytes(batches: int):
-    for seed in range(batches):
-        # 2000 rows of 50 blocks: 100,000 blocks.
-        arrays, state, expected = quantize(
-            (2000, 3200), "nf4", block_size=64, is_nested=True, dtype=torch.bfloat16, seed=seed
-        )
-        values = decode_all(decoder_of(arrays, state), arrays, rows_per_part=700)
-        assert_equal_bits(values, expected)
-
-
 def test_last_block_may_be_shorter():
     arrays, state, expected = quantize(
         (7, 30), "nf4", block_size=64, is_nested=True, dtype=torch.float32

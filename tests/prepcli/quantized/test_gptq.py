@@ -64,14 +64,6 @@ def reference(arrays: Arrays, bits: int, *, is_version_1: bool = True) -> np.nda
     return differences * arrays["scales"].T[:, g_idx]
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_bit_fields_are_digits_of_a_number(bits: int):
-    number = 0xFEDC_BA98_7654_3210_1234_5678
-    words = np.frombuffer(number.to_bytes(12, "little"), "<i4")[None]
-    expected = [number >> start & (1 << bits) - 1 for start in range(0, 96, bits)]
-    assert bit_fields(words, bits).tolist() == [expected]
-
-
 @pytest.mark.parametrize("is_version_1", [True, False])
 @pytest.mark.parametrize("bits", BITS)
 def test_random_codes_equal_bit_fields(bits: int, is_version_1: bool):
@@ -80,15 +72,6 @@ def test_random_codes_equal_bit_fields(bits: int, is_version_1: bool):
     expected = reference(arrays, bits, is_version_1=is_version_1)
     for rows_per_part in (None, 1, 31):
         assert_equal_bits(decode_all(decoder, arrays, rows_per_part), expected)
-
-
-@pytest.mark.parametrize("batches", [1, pytest.param(98, marks=pytest.mark.slow)])
-def test_many_groups_decode_like_the_reference(batches: int):
-    for seed in range(batches):
-        # 1024 outputs with 100 groups of 32 inputs each: 102,400 groups.
-        arrays = random_weight(4, inputs=3200, outputs=1024, groups=100, seed=seed)
-        values = decode_all(decoder_of(arrays, 4), arrays, rows_per_part=500)
-        assert_equal_bits(values, reference(arrays, 4))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -190,15 +173,6 @@ def test_random_awq_weight_decodes_like_the_reference_in_parts_of_any_size():
     decoder = awq_decoder_of(arrays)
     for rows_per_part in (None, 1, 13):
         assert_equal_bits(decode_all(decoder, arrays, rows_per_part), awq_reference(arrays))
-
-
-@pytest.mark.parametrize("batches", [1, pytest.param(100, marks=pytest.mark.slow)])
-def test_many_awq_groups_decode_like_the_reference(batches: int):
-    for seed in range(batches):
-        # 1000 outputs with 100 groups of 32 inputs each: 100,000 groups.
-        arrays = awq_random_weight(inputs=3200, outputs=1000, groups=100, seed=seed)
-        values = decode_all(awq_decoder_of(arrays), arrays, rows_per_part=500)
-        assert_equal_bits(values, awq_reference(arrays))
 
 
 @pytest.mark.parametrize(

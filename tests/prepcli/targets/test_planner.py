@@ -1,46 +1,62 @@
-"""Plans of drafts: rows of the vocabulary, values of an adapter, and the order of the settings."""
+"""Plans of drafts, their streams of rows, and the layouts of Orbax items."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from prepcli.core.errors import USAGE, PrepError
 from prepcli.engine.casts import Cast, LowRankUpdate
-from prepcli.engine.fills import fill_of
+from prepcli.engine.fills import Fill
 from prepcli.models.mesh import parse_mesh
-from prepcli.models.registry import family_of
+from prepcli.models.registry import FAMILIES, family_of
 from prepcli.models.rules import DEFAULT_RULES
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.planning.plan import Plan, Stream
 from prepcli.sources.source import Source, SourceTensor, stored_rows
-from prepcli.sources.tensor_match import detect_names
-from prepcli.targets.orbax_item import OrbaxLayout, Partitioning
-from prepcli.targets.planner import Draft, make_plan, start_draft, with_rows, with_tied_head
+from prepcli.sources.tensor_match import TensorNames, Vocabulary, detect_names
+from prepcli.targets.orbax_item import OrbaxLayout, Partitioning, device_nbytes
+from prepcli.targets.planner import (
+    Draft,
+    Placed,
+    TensorTarget,
+    VocabResize,
+    build_streams,
+    make_plan,
+    start_draft,
+    with_rows,
+)
 from prepcli.targets.safetensors_folder import place_safetensors
 from tests.helpers.plans import flat
-from tests.helpers.tiny_checkpoints import GPT2, LLAMA, checkpoint_tensors
+from tests.helpers.tiny_checkpoints import LLAMA, checkpoint_tensors
 
 ROWS = LLAMA["vocab_size"]
 EMBEDDING = "embed_tokens.weight"
 QUERY = "layers.0.self_attn.q_proj.weight"
 
 
-def source_of(config: dict[str, Any]) -> Source:
-    """Return a source with the float32 tensors of a model, one after another in a file."""
+def source_of(config: dict[str, Any], dtypes: dict[str, str] | None = None) -> Source:
+    """Return a source with the tensors of a model, one after another in a file. `dtypes` replaces some dtypes."""
     family = family_of(config)
     arrays = checkpoint_tensors(config, "float32", family.is_tied(config), legacy=False)
     names = detect_names(family, config, full_names=arrays)
     tensors, offset = [], 8
     for name, array in arrays.items():
-        place = (flat("float32", array.shape, offset),)
-        tensors.append(SourceTensor(names.bare_name(name), "float32", array.shape, place))
+        dtype = (dtypes or {}).get(name, "float32")
+        tensors.append(
+            SourceTensor(
+                names.bare_name(name), dtype, array.shape, (flat(dtype, array.shape, offset),)
+            )
+        )
         offset += tensors[-1].nbytes
-    files = (Path("m/model.safetensors"),)
-    return Source("m", Path("m"), family, config, names, tuple(tensors), files, (), (), None)
+    return Source("m", Path("m"), family, config, names, tuple(tensors), (), (), (), None)
 
 
 def draft_of(config: dict[str, Any], dtype: str | None = None) -> Draft:
@@ -55,35 +71,6 @@ def folder_plan(draft: Draft) -> Plan:
 
 def streams_of(plan: Plan, name: str) -> list[Stream]:
     return [stream for stream in plan.streams if stream.name == name]
-
-
-@pytest.mark.parametrize("rows", [ROWS, ROWS + 5])
-def test_new_rows_follow_the_stored_ones(rows: int):
-    plan = folder_plan(with_rows(draft_of(LLAMA), rows))
-    kinds = [
-        (s.rows, fill.kind if (fill := fill_of(s)) else "read") for s in streams_of(plan, EMBEDDING)
-    ]
-    expected = [((0, ROWS), "read"), ((ROWS, ROWS + 5), "zeros")]
-    assert kinds == expected[: 1 + (rows > ROWS)]
-    assert plan.settings.config["vocab_size"] == rows
-    assert plan.settings.vocab == {"true": ROWS, "padded": rows}
-
-
-def test_cast_draft_writes_the_requested_dtype():
-    plan = folder_plan(draft_of(LLAMA, "bfloat16"))
-    assert {stream.operations for stream in plan.streams} == {(Cast("bfloat16"),)}
-    assert plan.write_nbytes == plan.read_nbytes // 2
-
-
-def test_tied_head_is_read_a_second_time():
-    source = with_tied_head(source_of(GPT2))
-    draft = start_draft(source, stored_rows(source), kept={"lm_head.weight"})
-    plan = folder_plan(draft)
-    assert "lm_head.weight" in {tensor.name for tensor in draft.tensors}
-    (head,) = streams_of(plan, "lm_head.weight")
-    (embedding,) = streams_of(plan, "wte.weight")
-    assert embedding.reads[0].position[0] == 0
-    assert head.reads[0].position == (1, embedding.reads[0].position[1])
 
 
 def test_adapter_changes_the_true_rows_only():
@@ -115,3 +102,123 @@ def test_settings_have_the_order_of_earlier_versions():
     layout = ["layout", "mesh", "rules", "scan", "scan_axis", "prefixed", "tied", "config"]
     assert list(plan.settings) == [*folder[:4], *layout, "added_tokens"]
     assert sum(math.prod(leaf.grid.shape) for leaf in plan.leaves) * 4 == plan.write_nbytes
+
+
+FAMILY = FAMILIES["gpt_neo"]
+MEAN = Fill("mean")
+
+
+def source_with(*tensors: SourceTensor) -> Source:
+    return Source("s", Path("s"), FAMILY, {}, TensorNames(FAMILY), tensors, (), (), (), None)
+
+
+def tensor(name: str, *shape: int, digests: tuple[tuple[int, int, str], ...] = ()) -> SourceTensor:
+    return SourceTensor(name, "float32", shape, (flat("float32", shape, 8),), digests)
+
+
+def cut(true: int, stored: int, *names: str) -> VocabResize:
+    return VocabResize(Vocabulary(true, stored), names or ("wte", "head", "bias"), MEAN)
+
+
+def to(rows: int) -> TensorTarget:
+    return TensorTarget((flat("float32", (rows,)),), rows)
+
+
+def test_build_streams_splits_tensors_read_for_comparison():
+    # `head` is read only to be compared with `wte`. The output drops rows 9 to 12, the padding.
+    source = source_with(tensor("wte", 12, 4), tensor("head", 12, 4))
+    streams = build_streams(source, {"wte": to(9)}, resize=cut(9, 12), compared={"head"})
+    assert [(stream.name, stream.rows, bool(stream.writes)) for stream in streams] == [
+        ("wte", (0, 9), True),
+        ("head", (0, 9), False),
+        ("head", (9, 12), False),
+    ]
+
+
+@given(
+    st.integers(1, 20),
+    st.integers(0, 6),
+    st.integers(0, 12),
+    st.lists(st.integers(0, 30), max_size=3),
+)
+def test_build_streams_covers_all_rows_without_gaps(
+    true: int, padding: int, more: int, edges: list[int]
+):
+    stored, rows = true + padding, true + more
+    starts = [0, *sorted(low for low in edges if low <= stored)]
+    pieces = tuple((low, high, "") for low, high in itertools.pairwise([*starts, stored]))
+    streams = build_streams(
+        source_with(tensor("wte", stored, 4, digests=pieces)),
+        {"wte": to(rows)},
+        resize=cut(true, stored),
+    )
+    assert [streams[0].rows, streams[-1].rows[1]] == [(0, true), rows]
+    assert all(a.rows[1] == b.rows[0] for a, b in itertools.pairwise(streams))
+    assert all(low < high for low, high in (stream.rows for stream in streams))
+    assert all(bool(stream.reads) == (stream.rows[1] <= stored) for stream in streams)
+
+
+def item_of(
+    source: Source, mesh: str = "", scan: bool = True, vocab: int = 131, axis: int = 0
+) -> Placed:
+    """Return the item of a source with `vocab` rows of the vocabulary."""
+    partitioning = Partitioning(parse_mesh(mesh) if mesh else None, DEFAULT_RULES)
+    layout = OrbaxLayout(partitioning, scan=scan, scan_axis=axis)
+    draft = start_draft(source, layout.rows(source))
+    return layout.place(with_rows(draft, vocab))
+
+
+def test_device_nbytes_follows_the_mesh():
+    source = source_of(LLAMA)
+    total_nbytes = sum(t.nbytes for t in source.tensors)
+    assert device_nbytes(item_of(source, "1,1,1")) == total_nbytes
+    assert device_nbytes(item_of(source, "8,1,1")) == total_nbytes
+    split = item_of(source, "1,2,4", vocab=136)
+    parts = {name: math.prod(spec.shards_per_dim) for name, spec in split.specs.items()}
+    assert (
+        device_nbytes(split)
+        == sum(leaf.nbytes // parts[leaf.name] for leaf in split.leaves)
+        < total_nbytes // 4
+    )
+    assert item_of(source, "").specs == {}
+
+
+def test_place_rejects_a_mesh_that_does_not_divide():
+    with pytest.raises(PrepError, match="vocab") as caught:
+        item_of(source_of(LLAMA), "1,1,4")
+    assert caught.value.code == USAGE
+    assert "m" in str(caught.value)
+
+
+def test_place_rejects_a_leaf_of_two_dtypes():
+    source = source_of(LLAMA, {"model.layers.1.mlp.up_proj.weight": "bfloat16"})
+    with pytest.raises(
+        PrepError, match=r"the leaf params\.layers\.mlp\.up\.weight would have two dtypes"
+    ) as caught:
+        item_of(source)
+    assert caught.value.why == (
+        "model.layers.1.mlp.up_proj.weight is bfloat16, model.layers.0.mlp.up_proj.weight is float32"
+    )
+    assert "--no-scan" in caught.value.hint
+    dtypes = {leaf.name: leaf.dtype for leaf in item_of(source, scan=False).leaves}
+    assert [dtypes[f"params.layers.{i}.mlp.up.weight"] for i in range(3)] == [
+        "float32",
+        "bfloat16",
+        "float32",
+    ]
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_place_names_the_integer_tensor_of_a_leaf(layer: int):
+    odd = f"model.layers.{layer}.mlp.up_proj.weight"
+    with pytest.raises(PrepError, match="would have two dtypes") as caught:
+        item_of(source_of(LLAMA, {odd: "int32"}))
+    assert caught.value.why.startswith(f"{odd} is int32, ")
+    assert odd in caught.value.hint
+
+
+def test_place_rejects_elements_smaller_than_a_byte():
+    source = source_of(LLAMA, {"model.norm.weight": "float4_e2m1fn"})
+    with pytest.raises(PrepError, match=r"model\.norm\.weight is float4_e2m1fn") as caught:
+        item_of(source)
+    assert "smaller than a byte" in caught.value.why

@@ -1,4 +1,4 @@
-"""Parameters of all families, compared with transformers: by golden files, and live if it is installed."""
+"""Parameters of all families against transformers: golden files, and live if installed. Errors of other families."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from prepcli.core.errors import PrepError
 from prepcli.models.families._llama_style import PRE_NORMS, llama_like, partial_rope
 from prepcli.models.param_tree import LAYER_PARTS
 from prepcli.models.parameters import HFConfig, dropped_patterns, parameter_rows
-from prepcli.models.registry import ADD_FAMILY_HINT, FAMILIES, MODEL_TYPES, family_of
+from prepcli.models.registry import (
+    ADD_FAMILY_HINT,
+    FAMILIES,
+    MECHANISMS,
+    MODEL_TYPES,
+    NEW_LAYER_HINT,
+    family_of,
+    missing_mechanism,
+)
 from tests.golden import make_families
 
 NAMES = sorted(path.stem for path in make_families.FOLDER.glob("*.json"))
@@ -406,3 +414,46 @@ def test_outer_share_of_rotation_beside_the_inner_one_is_refused():
     config: HFConfig = {"rope_parameters": rope, "partial_rotary_factor": 0.5}
     with pytest.raises(PrepError, match="`partial_rotary_factor` is not supported"):
         FAMILIES["llama"].arch_config(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "mechanism"),
+    [
+        ({"model_type": "zamba2", "state_size": 16}, "state-space layers"),
+        ({"model_type": "zamba", "mamba_d_state": 16}, "state-space layers"),
+        ({"model_type": "rwkv"}, "recurrent layers"),
+        ({"model_type": "deepseek_v32", "n_routed_experts": 256}, "sparse attention"),
+        ({"model_type": "minimax", "num_experts": 32}, "linear attention"),
+        ({"model_type": "dbrx"}, "a sparse MoE"),
+        ({"model_type": "llava", "vision_config": {}}, "an image, video or audio encoder"),
+        ({"model_type": "bert", "type_vocab_size": 2}, "an encoder without a decoder"),
+        ({"model_type": "bart"}, "cross attention other than T5's"),
+        ({"model_type": "new", "index_topk": 2048}, "sparse attention"),
+        ({"model_type": "new", "vision_config": {"depth": 3}}, "an image, video or audio encoder"),
+        ({"model_type": ["mamba"], "ssm_state_size": 8}, "state-space layers"),
+    ],
+)
+def test_error_names_missing_mechanism(config: dict[str, Any], mechanism: str) -> None:
+    with pytest.raises(PrepError) as caught:
+        family_of(config)
+    assert caught.value.why.startswith(f"it needs {mechanism}")
+    assert caught.value.hint == NEW_LAYER_HINT
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "new"},
+        {"model_type": "new", "alibi": True},
+        {"model_type": "new", "kv_lora_rank": None, "type_vocab_size": 0},
+        {},
+    ],
+)
+def test_missing_mechanism_is_empty_for_unknown_family(config: dict[str, Any]) -> None:
+    assert missing_mechanism(config) == ""
+
+
+def test_mechanisms_exclude_supported_families() -> None:
+    model_types = [name for types, _ in MECHANISMS.values() for name in types.split()]
+    assert len(model_types) == len(set(model_types))
+    assert not set(model_types) & set(FAMILIES)
