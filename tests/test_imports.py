@@ -1,9 +1,10 @@
-"""Which package may import which, read from the source. Imports inside functions count."""
+"""Which package may import which, read from the source, and the folders of the tests."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Collection
+from pathlib import Path
 
 import pytest
 
@@ -257,3 +258,12 @@ def test_only_trainer_distributed_queries_processes():
         assert module in READS_ENVIRONMENT or not ENVIRONMENT & used, module
         launchers = "prepcli.core.launchers"
         assert module in NAMES_PROCESSES or launchers not in read_graph()[module], module
+
+
+TESTS = Path(__file__).parent
+FOLDERS = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")} - {Path()}
+
+
+@pytest.mark.parametrize("folder", sorted(FOLDERS), ids=str)
+def test_folder_of_tests_mirrors_a_package(folder: Path):
+    assert (TESTS.parent / folder / "__init__.py").is_file()

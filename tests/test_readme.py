@@ -1,4 +1,4 @@
-"""README and docs: every block shown runs on tiny models, and every command, option, link and file mentioned exists."""
+"""README and docs: blocks run on tiny models, and every command, option, link, key and file mentioned exists."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from prepcli.commands.cli.root import COMMANDS, command_group
 from prepcli.commands.demo.tiny_model import learnable_text, write_tiny_model
 from prepcli.commands.testing.checkpoints import read_checkpoint
 from prepcli.core.errors import OK, STOPPED
+from tests.helpers.doc_tables import check_names, code_in, table_rows
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.page_inputs import copy_input
 from tests.helpers.slow_cases import slow_except
@@ -419,3 +420,25 @@ def test_site_builds_without_a_message(tmp_path: Path) -> None:
     environ = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(build, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+PAGE = ROOT / "docs" / "explanation" / "exactness.md"
+ROWS = [cells for title, cells in table_rows(PAGE) if title == "#"]
+CAPABILITIES = 94
+NOT_THERE = ("not supported", "out of scope")
+
+
+def test_coverage_page_has_every_capability_once():
+    assert [int(cells[0]) for cells in ROWS] == list(range(1, CAPABILITIES + 1))
+
+
+def test_coverage_page_names_keys_and_commands_that_exist(capsys: pytest.CaptureFixture[str]):
+    names = {name for cells in ROWS for name in code_in(cells[2])}
+    check_names(sorted(names), capsys)
+
+
+def test_coverage_page_shows_each_capability():
+    for cells in ROWS:
+        files = [name for name in code_in(cells[3]) if (ROOT / name).is_file()]
+        assert len(files) == len(code_in(cells[3])), cells[1]
+        assert files or cells[3].startswith("[") or cells[2] in NOT_THERE, cells[1]

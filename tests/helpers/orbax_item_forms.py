@@ -4,7 +4,7 @@
 
 Writes FOLDER/NAME for each form with a name that matches the pattern, and to FOLDER/expected.json the dtype, shape and
 bits (hexadecimal) of its leaves. It is a process of its own, because eight CPU devices are set before JAX is imported.
-`tests.helpers.orbax_matrix` reads the items.
+`tests/prepcli/formats/test_orbax_matrix.py` reads the items.
 """
 
 from __future__ import annotations

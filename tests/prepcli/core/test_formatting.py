@@ -1,4 +1,4 @@
-"""Parsing and formatting of sizes, rates and durations."""
+"""Texts of sizes, rates and durations, tables in terminals, and the steps after which events happen."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import itertools
 import json
 import re
 import shlex
+from fractions import Fraction
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -33,8 +35,10 @@ from prepcli.core.formatting import (
     parse_decimal,
     shorten,
 )
+from prepcli.core.intervals import EventSteps, Interval, is_due, num_due
 from prepcli.core.launchers import OPEN_MPI
 from prepcli.core.process_address import coordinator_address
+from prepcli.core.tables import format_table
 
 OPTION = "memory"
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
@@ -262,3 +266,137 @@ def test_messages_of_the_console_are_bounded() -> None:
 def test_shorten_keeps_both_ends() -> None:
     assert shorten("abcdefgh", 5) == "ab…gh"
     assert shorten("abcde", 5) == "abcde"
+
+
+HEADER = ("name", "shape", "dtype", "size", "file", "offset")
+NAMES = [f"model.layers.{layer}.post_attention_layernorm.weight" for layer in (0, 10)]
+ROWS = [
+    [NAMES[0], "[4096]", "bfloat16", "8.0 KiB", "model-00001-of-00002.safetensors", 9_876_543_210],
+    [NAMES[1], "[4096]", "bfloat16", "8.0 KiB", "model-00001-of-00002.safetensors", 19_876_543_210],
+    [
+        "lm_head.weight",
+        "[32000, 4096]",
+        "bfloat16",
+        "250 MiB",
+        "model-00001-of-00002.safetensors",
+        8,
+    ],
+]
+
+
+def test_table_aligns_text_left_and_numbers_right() -> None:
+    rows = [["wte", 50257, "4.90 GiB"], ["h.0.ln_1.weight", 8, "8.0 KiB"]]
+    assert format_table(rows, ["name", "rows", "size"], right_aligned=["size"]).splitlines() == [
+        "name               rows      size",
+        "wte              50,257  4.90 GiB",
+        "h.0.ln_1.weight       8   8.0 KiB",
+    ]
+
+
+def test_table_without_rows_is_its_header() -> None:
+    assert format_table([], ["name", "rows"]) == "name  rows"
+
+
+def test_table_without_a_width_is_never_shortened() -> None:
+    lines = format_table(ROWS, HEADER).splitlines()
+    assert lines[0].split() == [*HEADER]
+    assert lines[1].split() == [*ROWS[0][:3], "8.0", "KiB", ROWS[0][4], "9,876,543,210"]
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 100, 120, 200])
+def test_table_never_cuts_the_first_cell(width: int) -> None:
+    lines = format_table(ROWS, HEADER, {"size"}, width, optional=("offset", "size")).splitlines()
+    assert max(map(len, lines)) <= width
+    for name in NAMES:
+        assert any(line.split()[0] == name for line in lines)
+    assert not any("…" in line for line in lines)
+
+
+def test_table_has_one_line_for_equal_cells() -> None:
+    text = format_table(ROWS, HEADER, {"size"}, 80, optional=("offset", "size"))
+    assert text.splitlines() == [
+        "name                                             shape             size",
+        "model.layers.0.post_attention_layernorm.weight   [4096]         8.0 KiB",
+        "model.layers.10.post_attention_layernorm.weight  [4096]         8.0 KiB",
+        "lm_head.weight                                   [32000, 4096]  250 MiB",
+        "each row above: dtype bfloat16, file model-00001-of-00002.safetensors",
+        "no room for: offset; `| cat` shows all columns",
+    ]
+
+
+def test_table_puts_long_names_on_lines_of_their_own() -> None:
+    text = format_table(ROWS[1:], HEADER, {"size"}, 60, optional=("offset",))
+    assert text.splitlines() == [
+        "name",
+        "  shape             size          offset",
+        "model.layers.10.post_attention_layernorm.weight",
+        "  [4096]         8.0 KiB  19,876,543,210",
+        "lm_head.weight",
+        "  [32000, 4096]  250 MiB               8",
+        "each row above: dtype bfloat16, file",
+        "model-00001-of-00002.safetensors",
+    ]
+
+
+def test_table_wraps_text() -> None:
+    rows = [
+        ["gpt2", "8", "Finetune a small model on the text of one file"],
+        ["llama", "256", "Pretrain"],
+    ]
+    text = format_table(rows, ("recipe", "devices", "summary"), width=45, wrapped=("summary",))
+    assert text.splitlines() == [
+        "recipe  devices  summary",
+        "gpt2    8        Finetune a small model on",
+        "                 the text of one file",
+        "llama   256      Pretrain",
+    ]
+
+
+def test_table_with_room_has_all_columns() -> None:
+    assert format_table(ROWS, HEADER, {"size"}, 200, optional=("offset",)) == format_table(
+        ROWS, HEADER, {"size"}
+    )
+
+
+def test_table_without_rows_is_its_header_on_two_lines() -> None:
+    assert format_table([], ("name", "a long column"), width=10) == "name\n  a long column"
+
+
+LAST = 24
+
+
+def due_steps(events: EventSteps) -> list[int]:
+    return [step for step in range(1, events.last + 1) if events.is_due(step)]
+
+
+def test_interval_is_due_at_the_first_step_that_completes_it():
+    every = Fraction(5, 2)
+    assert [step for step in range(1, 11) if is_due(step, every)] == [3, 5, 8, 10]
+    assert [step for step in range(1, 11) if is_due(step, 4)] == [4, 8]
+    assert not any(is_due(step, 0) for step in range(1, 11))
+
+
+@pytest.mark.parametrize("every", [0, 1, 4, 5, 12, Fraction(5, 2), Fraction(2, 3)])
+def test_number_of_due_steps_is_counted(every: Interval):
+    for first in range(1, LAST + 2):
+        steps = range(first, LAST + 1)
+        assert num_due(steps, every) == sum(is_due(step, every) for step in steps)
+
+
+def test_event_happens_at_each_interval_and_after_the_last_step():
+    assert due_steps(EventSteps((4, 6), 13)) == [4, 6, 8, 12, 13]
+    assert due_steps(EventSteps((0,), 13)) == [13]
+
+
+def test_steps_of_several_intervals_are_counted_once():
+    for intervals in product((0, 1, 4, 6, 7, 12), repeat=3):
+        events = EventSteps(intervals, LAST)
+        for first in (1, 5, LAST, LAST + 1):
+            expected = [step for step in due_steps(events) if step >= first]
+            assert events.count_from(first) == len(expected), (intervals, first)
+
+
+def test_steps_of_a_fraction_may_be_counted_twice():
+    events = EventSteps((Fraction(5, 2), 8), 20)
+    assert due_steps(events) == [3, 5, 8, 10, 13, 15, 16, 18, 20]
+    assert events.count_from(1) == 10

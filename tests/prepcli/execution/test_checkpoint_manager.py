@@ -1,13 +1,17 @@
-"""A run's folder: a saved state is read back unchanged, steps are complete or absent, and old steps are removed."""
+"""A run's folder: a saved state is read back unchanged, steps are complete or absent, also after kills."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
+import random
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
-from functools import partial
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +37,7 @@ from tests.helpers.training_states import (
     same_state,
     save_steps,
 )
-from tests.helpers.waiting import MAX_S
+from tests.helpers.waiting import MAX_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -164,26 +168,6 @@ def test_save_supports_other_tree_layouts(tmp_path: Path, name: str, scan: bool,
     assert main(["verify", str(tmp_path / "run"), str(tmp_path / "m"), "-q"]) == 0
 
 
-def test_save_fetches_each_leaf_once_in_the_callers_thread(
-    init: Path, params: TrainingState, run: Path
-):
-    state = make_state(params, 1)
-    fetched: list[tuple[str, int]] = []
-
-    def fetch(name: str) -> np.ndarray:
-        fetched.append((name, threading.get_ident()))
-        return state[name]
-
-    leaves = {
-        name: HostLeaf.whole(leaf.shape, leaf.dtype, fetch=partial(fetch, name))
-        for name, leaf in host_leaves(state).items()
-    }
-    with open_manager(run, init) as store:
-        store.save(1, leaves, {})
-    assert sorted(name for name, _ in fetched) == sorted(state)
-    assert {thread for _, thread in fetched} == {threading.get_ident()}
-
-
 @pytest.mark.slow
 def test_save_supports_mixed_dtypes_and_no_optimizer(init: Path, params: TrainingState, run: Path):
     mixed = {
@@ -260,34 +244,6 @@ def test_failed_save_leaves_other_steps_unchanged(init: Path, params: TrainingSt
         assert sorted(path.name for path in run.iterdir()) == [".lock", "1"]
         store.save(2, host_leaves(params), {})
         assert store.steps() == [2]
-
-
-def full(call: Callable[..., int]) -> Callable[..., int]:
-    """Return a write function for a disk with room for a few writes."""
-    left = [5]
-
-    def write(*args: Any) -> int:
-        left[0] -= 1
-        if left[0] < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return call(*args)
-
-    return write
-
-
-def test_save_on_a_full_disk_keeps_older_steps(
-    init: Path, params: TrainingState, run: Path, monkeypatch
-):
-    save_steps(run, init, {1: params})
-    before = files_of(run / "1")
-    with open_manager(run, init, keep=1) as store:
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "pwritev", full(os.pwritev))
-            with pytest.raises(PrepError, match="is full"):
-                store.save(2, host_leaves(params), {})
-        assert files_of(run / "1") == before
-        assert store.steps() == [1]
-        store.save(2, host_leaves(params), {})
 
 
 def test_save_checks_free_space_first(init: Path, params: TrainingState, run: Path, monkeypatch):
@@ -477,3 +433,80 @@ def test_the_thread_ends_when_exports_are_abandoned_without_work():
     exports.abandon()
     thread.join(timeout=MAX_S)
     assert not thread.is_alive()
+
+
+KEEP = 2
+
+
+def save_until_killed(run: Path, start: Path) -> None:
+    """Save step after step, from the one after the last saved step, until killed."""
+    params = read_params(start)
+    with open_manager(run, start, keep=KEEP) as store:
+        print("begins", flush=True)
+        for step in itertools.count(max(store.steps(), default=0) + 1):
+            store.save(step, host_leaves(make_state(params, step)), {"recipe": "r"})
+
+
+def kill_soon(run: Path, start: Path, delay_s: float, *, min_step: int) -> None:
+    """Kill a process that saves steps, `delay_s` after it begins, or later when `min_step` is saved."""
+    words = [
+        sys.executable,
+        "-m",
+        "tests.prepcli.execution.test_checkpoint_manager",
+        str(run),
+        str(start),
+    ]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"begins\n"
+        time.sleep(delay_s)
+        wait_until(lambda: max(saved_steps(run), default=0) >= min_step)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+
+
+def check_killed(folder: Path, kills: int, seed: int) -> None:
+    make_checkpoint(
+        folder / "m", GPT_NEO, hidden_size=256, num_layers=4, attention_types=[[["global"], 4]]
+    )
+    assert (
+        main(
+            ["save-init", str(folder / "m"), "--out", str(folder / "init"), "-q", "--mesh", "1,2,1"]
+        )
+        == 0
+    )
+    run, start, rng = folder / "run", folder / "init", random.Random(seed)
+    params, last_step, started_s = read_params(start), 1, time.monotonic()
+    with open_manager(run, start, keep=KEEP) as store:
+        store.save(1, host_leaves(make_state(params, 1)), {"recipe": "r"})
+    took_s = time.monotonic() - started_s
+    for kill in range(kills):
+        # The first kill comes after a new step; the others at any moment.
+        kill_soon(run, start, rng.uniform(0.0, 3 * took_s), min_step=2 if kill == 0 else 0)
+        steps = saved_steps(run)
+        assert max(steps, default=0) >= last_step
+        last_step = max(steps, default=0)
+        assert len(steps) <= KEEP + 1
+        for step in steps:
+            with open_reader(run / str(step)) as reader:
+                assert same_state(read_leaves(reader), make_state(params, step))
+    assert last_step > 1
+    with open_manager(run, run / str(last_step), keep=KEEP) as store:
+        assert not [path for path in run.iterdir() if path.name.endswith(".partial")]
+        store.save(last_step + 1, host_leaves(make_state(params, last_step + 1)), {})
+        assert store.steps()[-1] == last_step + 1
+        assert len(store.steps()) <= KEEP
+
+
+def test_manager_survives_kills_at_random_moments(tmp_path: Path):
+    check_killed(tmp_path, kills=1, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_manager_survives_many_kills(tmp_path: Path, seed: int):
+    check_killed(tmp_path, kills=10, seed=100 + seed)
+
+
+if __name__ == "__main__":
+    save_until_killed(*map(Path, sys.argv[1:]))

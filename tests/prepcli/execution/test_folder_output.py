@@ -1,15 +1,18 @@
-"""The folder of a run: an output gets its name when it is complete, and every obstacle is named."""
+"""The folder of a run: an output gets its name when it is complete, every obstacle is named, and processes may meet."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from prepcli.core.errors import USAGE, PrepError
+from prepcli.execution import folder_output
 from prepcli.execution.folder_output import (
     JOIN_LOCK_FILE,
     LOCK_FILE,
@@ -46,19 +49,6 @@ def contents(folder: Path) -> dict[str, str]:
     return {
         str(p.relative_to(folder)): p.read_text() for p in sorted(folder.rglob("*")) if p.is_file()
     }
-
-
-def test_publish_moves_all_staged_files(out: Path):
-    start_run(out).publish()
-    assert contents(out) == {"d/data": "new"}
-    assert sorted(p.name for p in out.parent.iterdir()) == ["out"]
-
-
-def test_output_name_is_free_before_publishing(out: Path):
-    store = start_run(out)
-    store.leave()
-    assert not out.exists()
-    assert store.folder.name == "out.partial"
 
 
 def test_join_resumes_a_run(out: Path):
@@ -455,3 +445,80 @@ def test_lock_file_is_never_a_link(out: Path, name: str, restart: bool):
     with pytest.raises(PrepError, match=f"{name} cannot be used - it is a symbolic link"):
         join_run(out, restart=restart)
     assert not (out.parent / "victim").exists()
+
+
+def test_join_recreates_a_folder_published_while_joining(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store, real_listdir, times = start_run(out), os.listdir, iter(range(1))
+
+    def listdir(path: Path) -> list[str]:
+        names = real_listdir(path)
+        if path == store.folder and next(times, None) is not None:
+            store.publish()
+        return names
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    late = join_run(out)
+    assert (out / "d" / "data").exists()
+    assert late.folder.exists()
+
+
+def test_join_recreates_a_folder_removed_while_joining(out: Path, monkeypatch: pytest.MonkeyPatch):
+    real_open, times = folder_output.open_no_follow, iter(range(1))
+
+    def vanishing(path: Path, flags: int) -> int:
+        if next(times, None) is not None:
+            shutil.rmtree(path.parent.parent)
+        return real_open(path, flags)
+
+    monkeypatch.setattr(folder_output, "open_no_follow", vanishing)
+    assert join_run(out).folder.exists()
+
+
+def test_discard_removes_an_unneeded_folder(out: Path):
+    store = join_run(out)
+    store.discard()
+    assert list(out.parent.iterdir()) == []
+    store.leave()
+    join_run(out)
+
+
+def test_killed_discard_leaves_a_folder_to_join(out: Path, monkeypatch: pytest.MonkeyPatch):
+    real_unlink = Path.unlink
+    for call in range(20):
+        store, calls = start_run(out), iter(range(call))
+
+        def remove(path: Path, calls: Iterator[int] = calls, **more: bool) -> None:
+            if next(calls, None) is None:
+                raise Killed
+            real_unlink(path, **more)
+
+        with monkeypatch.context() as patched, suppress(Killed):
+            patched.setattr(Path, "unlink", remove)
+            store.discard()
+        assert {path.name for path in out.parent.iterdir()} <= {"out.partial"}
+        join_run(out).leave()
+
+
+def test_discard_keeps_the_folder_of_a_peer(out: Path):
+    store, peer = start_run(out), join_run(out)
+    store.discard()
+    assert peer.read("done/0") == b"note"
+    assert not peer.is_published()
+
+
+def test_discard_keeps_the_folder_of_another_process(out: Path):
+    store = join_run(out)
+    store.folder.rename(out.with_name("moved"))
+    peer = join_run(out)
+    store.discard()
+    assert peer.folder.exists()
+
+
+def test_a_replaced_folder_is_not_used(out: Path):
+    store = start_run(out)
+    store.folder.rename(out.with_name("moved"))
+    join_run(out)
+    with pytest.raises(PrepError, match="was changed by another program"):
+        store.is_published()

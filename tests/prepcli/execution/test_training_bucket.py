@@ -64,11 +64,6 @@ def make_run(timeout_s: float = MAX_S, recipe: str = "recipe") -> BucketStorage:
     return BucketStorage(parse_url(URL), Path("local"), RetryPolicy(timeout_s), recipe)
 
 
-def writes(store: FakeObjectStore, *methods: str) -> list[str]:
-    """Return the requests that changed the output."""
-    return [line for line in store.requests if line.startswith(methods) and LOCK_FILE not in line]
-
-
 def test_files_of_a_run_are_moved_in_pieces(
     store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
 ):
@@ -158,21 +153,6 @@ def assert_equals_local_step(
     assert all(np.array_equal(restored[name], value) for name, value in state.items())
 
 
-@pytest.mark.slow
-def test_one_process_saves_the_digests_of_a_local_run(
-    init: Path, state: TrainingState, store: FakeObjectStore
-):
-    with open_manager(make_run(), init, keep=1) as run:
-        run.save(1, host_leaves(state), {})
-        run.start_save(2, host_leaves(state), {}).wait()
-        assert run.steps() == [2]
-    assert not store.objects_below(f"{PREFIX}1/")
-    assert writes(store, "PUT", "POST")[-1] == f"PUT {PREFIX}2/{MANIFEST_FILE}"
-    assert writes(store, "DELETE")[0] == f"DELETE {PREFIX}1/{MANIFEST_FILE}"
-    assert not [path for path in store.objects if LOCK_FILE in path]
-    assert_equals_local_step(init, state, store, 2)
-
-
 def test_another_recipe_cannot_write_to_a_run(
     init: Path, state: TrainingState, store: FakeObjectStore
 ):
@@ -186,20 +166,6 @@ def test_another_recipe_cannot_write_to_a_run(
             pass
         assert store.objects_below(PREFIX) == before
         run.save(2, host_leaves(state), {})
-
-
-@pytest.mark.slow
-def test_a_run_that_was_taken_over_saves_no_step(
-    init: Path, state: TrainingState, store: FakeObjectStore
-):
-    new = make_run()
-    with open_manager(make_run(), init, keep=1) as old:
-        new.acquire(lambda text: None)
-        with pytest.raises(PrepError, match="was taken over"):
-            old.save(1, host_leaves(state), {})
-    assert new.steps() == []
-    assert f"{PREFIX}{LOCK_FILE}" in store.objects, "the lock of the new holder stays"
-    new.release()
 
 
 def test_a_take_over_during_a_save_leaves_no_damaged_step(

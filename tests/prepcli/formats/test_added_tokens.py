@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
@@ -182,7 +182,6 @@ VALUES = st.recursive(
 FORMATS: list[dict[str, Any]] = [{}, {"indent": 2}, {"indent": 1}, {"separators": (",", ":")}]
 
 
-@settings(max_examples=200, deadline=None)
 @given(VALUES, VALUES, st.booleans(), st.sampled_from(FORMATS), st.booleans(), st.data())
 def test_insert_adds_members_and_removal_undoes_it(
     first: Any, last: Any, is_list: bool, form: dict[str, Any], ascii_only: bool, data: Any

@@ -1,4 +1,4 @@
-"""Tests of reading and writing manifests."""
+"""Manifests, lock files, and the steps of runs in them: written, read, and refused if malformed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import itertools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.formats.lock_file import Lock, LockedFile, LockedTensor, encode_lock, read_lock
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
@@ -18,9 +22,12 @@ from prepcli.formats.manifest import (
     check_header,
     encode_manifest,
     find_manifest_folder,
+    listed_step,
+    listed_steps,
     read_manifest,
     record_file,
 )
+from prepcli.formats.step_scores import best_step
 from prepcli.planning.manifest_fields import Manifest
 
 WHOLE = {
@@ -115,12 +122,6 @@ def test_read_manifest_rejects_a_pipe(tmp_path):
     os.mkfifo(tmp_path / MANIFEST_FILE)
     with pytest.raises(PrepError, match="is not a file"):
         read_manifest(tmp_path)
-
-
-def test_encode_manifest_is_indented_json(tmp_path):
-    text = encode_manifest(WHOLE).decode()
-    assert json.loads(text)["tied"] is False
-    assert text.endswith("}\n")
 
 
 def test_read_manifest_returns_state_of_training_step(tmp_path):
@@ -312,3 +313,151 @@ def test_check_header_compares_recorded_header(tmp_path):
     check_header(tmp_path / "other.safetensors", manifest, "b")
     with pytest.raises(DamagedError, match=r"model\.safetensors is damaged"):
         check_header(tmp_path / "model.safetensors", manifest, "b")
+
+
+SHA256 = "5f" * 32
+XXH3 = "9a" * 16
+LOCK = Lock(
+    source="m",
+    revision=None,
+    files={"config.json": LockedFile(bytes=2, digest=SHA256)},
+    tensors={"w": LockedTensor(dtype="float32", shape=(3, 2), digests=((0, 3, XXH3),))},
+)
+
+names = st.text(st.characters(codec="utf-8"), max_size=8)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> LockedTensor:
+    shape = draw(st.lists(st.integers(0, 9), max_size=3))
+    num_rows = shape[0] if shape else 1
+    cut = draw(st.integers(0, num_rows))
+    return LockedTensor(
+        dtype=draw(st.sampled_from(["float32", "bfloat16"])),
+        shape=tuple(shape),
+        digests=((0, cut, XXH3), (cut, num_rows, XXH3)),
+    )
+
+
+@given(st.dictionaries(names, tensors(), max_size=4), names)
+def test_lock_is_read_as_it_was_written(tmp_path_factory, entries, source):
+    path = tmp_path_factory.mktemp("lock") / "lock.json"
+    lock = Lock(source=source, revision=None, files={}, tensors=entries)
+    path.write_bytes(encode_lock(lock))
+    assert read_lock(path) == lock
+
+
+def test_lock_has_one_line_per_entry():
+    lines = encode_lock(LOCK).decode().splitlines()
+    assert [line for line in lines if line.startswith('"config.json"')]
+    assert [line for line in lines if line.startswith('"w":{"dtype":"float32","shape":[3,2]')]
+    assert json.loads(encode_lock(LOCK))["tensors"]["w"]["digests"] == [[0, 3, XXH3]]
+
+
+def change(**fields: object) -> bytes:
+    return json.dumps(json.loads(encode_lock(LOCK)) | fields).encode()
+
+
+def tensor(**fields: object) -> bytes:
+    entry = {"dtype": "float32", "shape": [3, 2], "digests": [[0, 3, XXH3]]}
+    return change(tensors={"w": entry | fields})
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "EOF"),
+        (b"[]", "object"),
+        (b"{}", "`source`"),
+        (change(format=2), "`format`"),
+        (change(algorithms={"files": "md5", "tensors": "xxh3-128"}), "`algorithms.files`"),
+        (change(files={"a": {"bytes": -1}}), "`files.a.bytes`"),
+        (change(files={"a": {"bytes": 1, "digest": "5f"}}), "`files.a.digest`"),
+        (change(comment="mine"), "`comment`"),
+        (tensor(shape=[3, True]), "`tensors.w.shape.1`"),
+        (tensor(digests=[[0, 2, XXH3]]), "cover 2 of 3 rows"),
+        (tensor(digests=[[1, 3, XXH3]]), "do not follow each other"),
+        (tensor(digests=[[0, 3, XXH3.upper()]]), "`tensors.w.digests.0.2`"),
+        (tensor(digests=[]), "cover 0 of 3 rows"),
+        (encode_lock(LOCK)[:-9], "EOF"),
+    ],
+)
+def test_malformed_lock_names_the_entry(tmp_path: Path, data: bytes, why: str):
+    path = tmp_path / "lock.json"
+    path.write_bytes(data)
+    with pytest.raises(DamagedError, match="is not a lock file") as caught:
+        read_lock(path)
+    assert why in caught.value.why
+
+
+def test_missing_lock_file_raises_prep_error(tmp_path: Path):
+    with pytest.raises(PrepError, match="cannot read"):
+        read_lock(tmp_path / "absent.json")
+
+
+MANIFEST = {"format": 1, "kind": "hf", "request": "", "plan": "", "config": {}, "tensors": {}}
+MANIFEST |= {"prefixed": False, "tied": False}
+
+
+def write_run(run: Path, fields_by_step: dict[int, dict[str, Any]]) -> None:
+    for step, fields in fields_by_step.items():
+        (run / str(step) / "state").mkdir(parents=True)
+        (run / str(step) / "state/_METADATA").touch()
+        (run / str(step) / "prep-manifest.json").write_text(json.dumps(MANIFEST | fields))
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "best"),
+    [
+        ({1: (2.0, 4), 2: (1.0, 4), 3: (1.0, 4)}, 2),
+        ({1: (1.0, 4), 2: (2.0, 9), 3: (1.5, 9)}, 3),  # resumed with another `eval.limit`
+        ({1: (1.0, 4), 2: (2.0, 9), 3: (None, 9)}, 2),
+        ({1: (1.0, None), 2: (2.0, None)}, 1),
+        ({1: (None, 4)}, None),
+    ],
+)
+def test_best_step_compares_equal_evaluations(
+    tmp_path: Path, evaluations: dict[int, tuple[float | None, int | None]], best: int | None
+):
+    keys = ("eval_loss", "eval_sequences")
+    write_run(
+        tmp_path,
+        {step: dict(zip(keys, values, strict=True)) for step, values in evaluations.items()},
+    )
+    assert best_step(tmp_path) == best
+
+
+@pytest.mark.parametrize(
+    ("recipe", "best"), [('best = "eval_loss"', 2), ('best = "accuracy"', None)]
+)
+def test_best_step_has_its_only_evaluations_in_the_log(
+    tmp_path: Path, recipe: str, best: int | None
+):
+    """A signal stopped each evaluation, and the next start repeated it."""
+    fields = {"eval_sequences": 4, "recipe": f"[checkpoint]\n{recipe}\n"}
+    write_run(tmp_path, {1: fields, 2: fields})
+    lines = [
+        {"step": 1, "eval_loss": 2.0},
+        {"step": 2, "eval_loss": 1.0},
+        {"step": [], "eval_loss": 0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert best_step(tmp_path) == best
+
+
+def test_listed_steps_have_a_manifest():
+    paths = ["recipe.toml", "10/prep-manifest.json", "9/prep-manifest.json", "11/state/_METADATA"]
+    assert listed_steps(
+        [*paths, "012/prep-manifest.json", "a/prep-manifest.json", "8/state/prep-manifest.json"]
+    ) == [
+        9,
+        10,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "step"),
+    [("12/state/d/x", 12), ("0/x", 0), ("12", None), ("012/x", None), ("metrics.jsonl", None)],
+)
+def test_listed_step_comes_from_the_first_folder(path: str, step: int | None):
+    assert listed_step(path) == step

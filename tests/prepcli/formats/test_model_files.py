@@ -1,4 +1,4 @@
-"""Tests of folders of safetensors: file selection, and errors if index and files differ."""
+"""Folders of safetensors: selected files and inconsistent indexes. Configs of params.json of Meta."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from prepcli.core.errors import PrepError
+from prepcli.formats.meta_llama_config import is_small_llama_3_2, to_hf_config
 from prepcli.formats.model_files import check_numbered_files, read_weight_map, shard_name
 from prepcli.formats.safetensors import (
     iter_folder_tensors,
     read_safetensors_folder,
     select_safetensors_files,
 )
+from prepcli.models.registry import FAMILIES
 
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND, THIRD = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
@@ -317,9 +320,7 @@ def test_read_weight_map_reads_a_torch_index(tmp_path: Path) -> None:
     assert read_weight_map(path) == {"a": "x.bin"}
 
 
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     text=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
@@ -354,3 +355,131 @@ def test_check_numbered_files_has_bounded_memory(tmp_path: Path) -> None:
     assert caught.value.what == f"29999399 of 29999700 files of {tmp_path} are missing"
     shown = ", ".join(f"set000-{number:05d}-of-99999.bin" for number in (2, 4, 5))
     assert caught.value.why == f"the names of the other files imply {shown} and 29,999,396 more"
+
+
+LLAMA_1 = {
+    "dim": 4096,
+    "multiple_of": 256,
+    "n_heads": 32,
+    "n_layers": 32,
+    "norm_eps": 1e-06,
+    "vocab_size": -1,
+}
+LLAMA_3 = {
+    "dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 128256, "multiple_of": 1024,
+    "ffn_dim_multiplier": 1.3, "norm_eps": 1e-05, "rope_theta": 500000.0,
+}  # fmt: skip
+SCALED = LLAMA_3 | {"use_scaled_rope": True}
+MODELS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # params, vocabulary size, expected fields
+    "7B": (LLAMA_1, 32000, {"intermediate_size": 11008, "max_position_embeddings": 2048, "num_key_value_heads": 32}),
+    "13B": (LLAMA_1 | {"dim": 5120, "n_heads": 40, "n_layers": 40}, 32000, {"intermediate_size": 13824}),
+    "30B": (LLAMA_1 | {"dim": 6656, "n_heads": 52, "n_layers": 60}, 32000, {"intermediate_size": 17920}),
+    "65B": (
+        LLAMA_1 | {"dim": 8192, "n_heads": 64, "n_layers": 80, "norm_eps": 1e-05}, 32000,
+        {"intermediate_size": 22016, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    ),
+    "2 7B": (LLAMA_1 | {"norm_eps": 1e-05}, 32000, {"intermediate_size": 11008, "max_position_embeddings": 4096}),
+    "2 70B": (
+        {"dim": 8192, "multiple_of": 4096, "ffn_dim_multiplier": 1.3, "n_heads": 64, "n_kv_heads": 8, "n_layers": 80,
+         "norm_eps": 1e-05, "vocab_size": -1}, 32000,
+        {"intermediate_size": 28672, "max_position_embeddings": 4096, "num_key_value_heads": 8, "eos_token_id": 2},
+    ),
+    "Code 7B": (
+        LLAMA_1 | {"norm_eps": 1e-05, "rope_theta": 1000000}, 32016,
+        {"rope_theta": 1000000.0, "max_position_embeddings": 16384, "vocab_size": 32016},
+    ),
+    "3 8B": (
+        LLAMA_3, 128256,
+        {"intermediate_size": 14336, "max_position_embeddings": 8192, "rope_theta": 500000.0, "bos_token_id": 128000},
+    ),
+    "3 70B": (
+        LLAMA_3 | {"dim": 8192, "n_layers": 80, "n_heads": 64, "multiple_of": 4096}, 128256,
+        {"intermediate_size": 28672},
+    ),
+    "3.1 8B": (SCALED, 128256, {"max_position_embeddings": 131072, "tie_word_embeddings": False}),
+    "3.1 405B": (
+        SCALED | {"dim": 16384, "n_layers": 126, "n_heads": 128, "ffn_dim_multiplier": 1.2, "multiple_of": 4096},
+        128256, {"intermediate_size": 53248, "eos_token_id": 128001},
+    ),
+    "3.2 1B": (
+        SCALED | {"dim": 2048, "n_layers": 16, "ffn_dim_multiplier": 1.5, "multiple_of": 256}, 128256,
+        {"intermediate_size": 8192, "tie_word_embeddings": True, "num_attention_heads": 32},
+    ),
+    "3.2 3B": (
+        SCALED | {"dim": 3072, "n_layers": 28, "n_heads": 24, "ffn_dim_multiplier": 1.0, "multiple_of": 256}, 128256,
+        {"intermediate_size": 8192},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("params", "vocab", "expected"), MODELS.values(), ids=MODELS)
+def test_to_hf_config_matches_published_configs(
+    params: dict[str, Any], vocab: int, expected: dict[str, Any]
+) -> None:
+    config = to_hf_config(params, vocab, is_small_llama_3_2(params))
+    assert {key: config[key] for key in expected} == expected
+    assert to_hf_config({"model": params}, vocab, False) == config | {"tie_word_embeddings": False}
+    renamed_keys = {
+        "hidden_size": "dim",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+    }
+    assert {key: config[key] for key in renamed_keys} == {
+        key: params[meta_key] for key, meta_key in renamed_keys.items()
+    }
+    assert config["model_type"] == "llama"
+    assert FAMILIES["llama"].arch_config(config).max_positions == config["max_position_embeddings"]
+
+
+def test_to_hf_config_derives_rope_scaling() -> None:
+    factors = {
+        name: to_hf_config(MODELS[name][0], 128256, False)["rope_scaling"]
+        for name in ("3.1 8B", "3.2 1B")
+    }
+    common_fields = {
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    assert factors["3.1 8B"] == common_fields | {"rope_type": "llama3", "factor": 8.0}
+    assert factors["3.2 1B"] == common_fields | {"rope_type": "llama3", "factor": 32.0}
+    scaled = to_hf_config(SCALED | {"rope_scaling_factor": 16}, 128256, False)["rope_scaling"]
+    assert isinstance(scaled, dict)
+    assert scaled["factor"] == 16.0
+    assert "rope_scaling" not in to_hf_config(LLAMA_3, 128256, False)
+
+
+BROKEN = {
+    "a list": ([], "not a JSON object"),
+    "a list one level down": ({"model": []}, "not a JSON object"),
+    "another model": (
+        LLAMA_1 | {"sliding_window": 4096, "moe": {}},
+        "it has moe, sliding_window, which LLaMA",
+    ),
+    "no width": ({key: value for key, value in LLAMA_1.items() if key != "dim"}, "dim is None"),
+    "a negative width": (LLAMA_1 | {"dim": -1}, "dim is -1"),
+    "an endless width": (LLAMA_1 | {"dim": 2**40}, "dim is 1099511627776"),
+    "a width of True": (LLAMA_1 | {"dim": True}, "dim is True"),
+    "a width that heads do not divide": (LLAMA_1 | {"n_heads": 33}, "for each of 33 heads"),
+    "heads of odd width": (LLAMA_1 | {"dim": 96}, "for each of 32 heads"),
+    "no heads": (LLAMA_1 | {"n_heads": 0}, "n_heads is 0"),
+    "key heads that are a text": (LLAMA_1 | {"n_kv_heads": "8"}, "n_kv_heads is '8'"),
+    "no norm": (
+        {key: value for key, value in LLAMA_1.items() if key != "norm_eps"},
+        "norm_eps is None",
+    ),
+    "an infinite factor": (
+        LLAMA_1 | {"ffn_dim_multiplier": float("inf")},
+        "ffn_dim_multiplier is inf",
+    ),
+    "a large factor": (LLAMA_1 | {"ffn_dim_multiplier": 1e300}, "must be at most 1000"),
+    "a multiple of nothing": (LLAMA_1 | {"multiple_of": 0}, "multiple_of is 0"),
+    "a base below 0": (LLAMA_1 | {"rope_theta": -1.0}, "rope_theta is -1.0"),
+}
+
+
+@pytest.mark.parametrize(("params", "why"), BROKEN.values(), ids=BROKEN)
+def test_to_hf_config_rejects_invalid_params(params: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
+        to_hf_config(params, 32000, False)
+    assert why in str(caught.value)

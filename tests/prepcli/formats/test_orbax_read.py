@@ -1,7 +1,10 @@
+"""Reading Orbax items: values of the index, and items that are invalid, malicious or not supported."""
+
 from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import struct
 import tracemalloc
@@ -10,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.algebra.grids import StoredRange
 from prepcli.core.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.formats import orbax_chunks
 from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation, read_ocdbt_index
 from prepcli.formats.orbax import OrbaxItem, read_item
 from prepcli.formats.orbax_chunks import unplaced_array
@@ -30,6 +35,7 @@ from tests.helpers.orbax_items import (
     write_item,
     write_ocdbt_index,
 )
+from tests.helpers.zarr_items import StorageForm, write_zarr_item
 
 W = unplaced_array(("params", "w"), (4, 6), "float32", (2, 6))
 ARRAYS = {
@@ -96,7 +102,6 @@ def trees(draw: st.DrawFn) -> list[Array]:
     return [draw(array_metas(path)) for path in paths]
 
 
-@settings(max_examples=60, deadline=None)
 @given(metas=trees(), gap=st.integers(0, 3), node_bytes=st.sampled_from([1, 300, 1 << 20]))
 def test_written_item_is_read_back(tmp_path_factory, metas, gap, node_bytes):
     folder = tmp_path_factory.mktemp("read") / "item"
@@ -391,7 +396,6 @@ def locations(item: OrbaxItem) -> dict[Any, Any]:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_changed_bytes_are_rejected_or_change_no_range(tmp_path_factory, data):
     item = tmp_path_factory.mktemp("changed") / "item"
@@ -410,7 +414,6 @@ def test_changed_bytes_are_rejected_or_change_no_range(tmp_path_factory, data):
         assert locations(actual).items() <= before.items(), "it reads other values"
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_forged_nodes_are_rejected_or_stay_in_the_item(tmp_path_factory, data):
     """Change nodes and fix their checksums, as an attacker could."""
@@ -433,3 +436,30 @@ def _node_file(item: Path) -> Path:
     return next(
         path for path in sorted((item / "d").iterdir()) if path.name not in ("a" * 32, "b" * 32)
     )
+
+
+META = unplaced_array(("w",), (8, 8), "float32", (2, 2))
+VALUES = np.arange(64, dtype=np.float32).reshape(8, 8)
+
+
+def test_chunks_of_shards_count_towards_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Count the chunks of shards: many shards may share a few bytes with an index of a million empty chunks."""
+    write_zarr_item(tmp_path / "item", {META: VALUES}, StorageForm(zarr3=True, chunks_per_shard=2))
+    assert len([*read_item(tmp_path / "item").arrays[0].stored_chunks()]) == 16
+    monkeypatch.setattr(orbax_chunks, "MAX_VALUES", 16)
+    assert "claims more than 16 chunks" in refused(tmp_path / "item").what
+
+
+def test_links_to_folders_are_not_followed(tmp_path: Path):
+    """Do not follow two links to their own folder, which would be 2^40 folders."""
+    write_zarr_item(tmp_path / "item", {META: VALUES}, StorageForm(zarr3=True, ocdbt=False))
+    for name in ("a", "b"):
+        os.symlink(".", tmp_path / "item" / "w" / name)
+    assert refused(tmp_path / "item").what == f"{tmp_path / 'item/w/a'} is not a file"
+
+
+def test_links_to_chunk_files_are_followed(tmp_path: Path):
+    write_zarr_item(tmp_path / "item", {META: VALUES}, StorageForm(ocdbt=False))
+    chunk = tmp_path / "item" / "w" / "0.0"
+    os.symlink(chunk.rename(tmp_path / "elsewhere"), chunk)
+    assert len([*read_item(tmp_path / "item").arrays[0].stored_chunks()]) == 16

@@ -20,9 +20,7 @@ from prepcli.formats.safetensors import DTYPES, read_safetensors_header
 from prepcli.planning.tensors import ITEM_BITS, array_bits
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-fuzzed = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+fuzzed = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def packed(header: object, payload: bytes = b"") -> bytes:

@@ -12,10 +12,10 @@ import pytest
 import safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file
 
 from prepcli.core.errors import PrepError
 from prepcli.engine.digest import record_digest
+from prepcli.formats import safetensors as safetensors_format
 from prepcli.formats.safetensors import (
     DTYPE_CODES,
     LayoutEntry,
@@ -29,9 +29,7 @@ from prepcli.formats.safetensors import (
 )
 from prepcli.planning.tensors import array_bits
 
-fuzzed = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+fuzzed = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def entry(name: str, *shape: int, dtype: str = "float32") -> LayoutEntry:
@@ -119,29 +117,6 @@ def test_encode_header_matches_library_json() -> None:
     assert header[8:].decode().rstrip() == expected
 
 
-def test_library_loads_the_same_values(tmp_path: Path) -> None:
-    arrays = {
-        "mask": np.array([True, False, True]),
-        "w": np.arange(6, dtype=np.float32).reshape(2, 3),
-        "half": np.linspace(-1, 1, 5).astype(np.float16),
-    }
-    (layout,) = lay_out_files(
-        [
-            (
-                "model.safetensors",
-                [entry(k, *a.shape, dtype=a.dtype.name) for k, a in arrays.items()],
-                0,
-            )
-        ]
-    )
-    payload = b"".join(array.tobytes() for array in arrays.values())
-    (tmp_path / layout.name).write_bytes(layout.header + payload)
-    loaded = load_file(tmp_path / layout.name)
-    assert {name: array.tolist() for name, array in loaded.items()} == {
-        k: a.tolist() for k, a in arrays.items()
-    }
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"])
 def test_library_reads_ml_dtypes(tmp_path: Path, dtype: str) -> None:
     values = np.array([1, 2, 4, 0.5], dtype=getattr(ml_dtypes, dtype))
@@ -181,9 +156,12 @@ def test_size_that_does_not_match_shape_is_rejected(wrong: LayoutEntry) -> None:
         encode_header([wrong])
 
 
-def test_header_above_the_size_limit_is_rejected() -> None:
+def test_header_above_the_size_limit_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = [entry(letter * 50_000, 1) for letter in "ab"]
+    encode_header(listed)
+    monkeypatch.setattr(safetensors_format, "MAX_HEADER_NBYTES", 100_000)
     with pytest.raises(PrepError, match="2 tensors are too many for one safetensors file"):
-        encode_header([entry(letter * 50_000_000, 1) for letter in "ab"])
+        encode_header(listed)
 
 
 sizes = st.lists(st.integers(0, 20), max_size=30)

@@ -22,7 +22,6 @@ from prepcli.formats.torch_files import (
     select_model_files,
     select_transformers_files,
 )
-from prepcli.planning.arrays import whole_array
 from tests.golden.make_torch import FOLDER
 from tests.helpers.pickle_builder import (
     ONE_TENSOR,
@@ -68,13 +67,6 @@ def test_read_torch_header_returns_byte_strides_of_views() -> None:
         "big": None, "alias": None, "row": None, "scalar": None, "empty": None, "parameter": None,
         "transposed": (4, 32), "inside": (32, 4), "every_other": (32, 8), "one": (32, 4), "swapped": (2, 24, 8),
     }  # fmt: skip
-
-
-def test_byte_range_of_a_view_ends_with_its_last_element() -> None:
-    transposed = whole_array("w", "float32", (3, 2), (0, 100), (4, 12))
-    assert transposed.byte_range == (100, 124)
-    every_other = whole_array("w", "int16", (4,), (0, 8), (4,))
-    assert every_other.byte_range == (8, 22)
 
 
 def test_non_tensors_are_described() -> None:

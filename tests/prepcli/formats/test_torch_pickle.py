@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.formats.torch_pickle import (
@@ -78,7 +78,6 @@ values = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
 @given(value=values, protocol=st.integers(3, 5))
 def test_plain_values_match_pickle_loads(value: object, protocol: int) -> None:
     assert plain(interpret_pickle(pickle.dumps(value, protocol) + b"rest", ())) == value

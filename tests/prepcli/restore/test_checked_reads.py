@@ -1,4 +1,4 @@
-"""Tests of checked reads: ItemReader returns no byte that differs from its checksum, in any layout of the item."""
+"""Checked reads: no byte differs from its checksum, in any layout, and digests are equal in all formats."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from prepcli.algebra.boxes import full_box
 from prepcli.algebra.grids import StoredRange
-from prepcli.core.errors import PrepError
+from prepcli.commands.cli.main import main
+from prepcli.core.errors import OK, PrepError
 from prepcli.engine.digest import block_checksum
 from prepcli.formats.checksums import CHECKSUMS_FILE, BlockChecksums
 from prepcli.formats.manifest import NO_MANIFEST
@@ -23,13 +25,23 @@ from prepcli.formats.orbax_chunks import unplaced_array
 from prepcli.planning import arrays as stored_arrays
 from prepcli.planning.arrays import assign_block_numbers, chunk_blocks
 from prepcli.restore import item_reader
+from prepcli.restore.digest_checks import sample_digest
 from prepcli.restore.item_reader import DamagedLeafError, ItemReader, open_reader
+from prepcli.sources.locate import locate
+from prepcli.sources.opening import open_source
 from prepcli.stores.paths import local_copy
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.orbax_items import write_item
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, same_bits
+from tests.helpers.tiny_checkpoints import (
+    FAMILY_CONFIGS,
+    GPT2,
+    GPT_NEO,
+    LLAMA,
+    make_checkpoint,
+    same_bits,
+)
 from tests.prepcli.restore.test_item_reader import (
     check_no_byte_read_twice,
     check_parts,
@@ -120,7 +132,6 @@ def checksums_of(item: OrbaxItem) -> BlockChecksums:
     ("piece", "block"),
     slow_except([(1 << 22, 1 << 20), (64, 16), (24, 48), (4, 4)], [(24, 48)]),
 )
-@settings(deadline=None, max_examples=50)
 @given(drawn=leaf_and_boxes(), gap=st.sampled_from([0, 3]))
 def test_read_checks_any_boxes_of_any_leaf(
     tmp_path_factory, piece: int, block: int, drawn: Any, gap: int
@@ -299,3 +310,40 @@ def test_open_reader_accepts_an_item_without_checksums(model: Path, tmp_path: Pa
     with open_reader(tmp_path / "init") as reader:
         assert not reader.is_checked
         assert {*read_all_leaves(reader)} == {*reader.leaves}
+
+
+CONFIGS = {"gpt2": GPT2, "gpt-neo": GPT_NEO, "llama": LLAMA, **FAMILY_CONFIGS}
+
+
+def digest_of(name: str) -> str:
+    return sample_digest(open_source(locate(name)))
+
+
+# A family of each kind of rows: transposed, split, tied, fused experts, and two stacks. The check `coverage` of
+# tests/prepcli/commands/testing/test_checks.py covers the rows of all families.
+FAST_FAMILIES = ("gpt2", "gpt-neo", "mixtral", "opt", "t5")
+
+
+@pytest.mark.parametrize("family", slow_except(sorted(CONFIGS), FAST_FAMILIES))
+def test_sample_digest_is_equal_in_all_formats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+):
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(Path("hf"), CONFIGS[family])
+    assert (
+        main(["save-init", "hf", "--pad-vocab", "8", "--mesh", "1,2,1", "--out", "init", "-q"])
+        == OK
+    )
+    assert main(["pad-vocab", "hf", "--multiple", "64", "--out", "padded", "-q"]) == OK
+    assert {digest_of(name) for name in ("init", "padded")} == {digest_of("hf")}
+
+
+def test_sample_digest_differs_for_other_values(tmp_path: Path):
+    make_checkpoint(tmp_path / "hf", LLAMA)
+    before = digest_of(str(tmp_path / "hf"))
+    path = next((tmp_path / "hf").glob("*.safetensors"))
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("norm.weight"))
+    tensors[name][3] += 1
+    save_file(tensors, path)
+    assert digest_of(str(tmp_path / "hf")) != before

@@ -1,4 +1,4 @@
-"""Tests of ItemReader: values are at their places, no byte is read twice, errors name leaf and file."""
+"""ItemReader: values are at their places, and no byte is read twice, in units and by many requests at once."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
 # The manifests of complete outputs have the keys that these tests read.
@@ -10,31 +10,43 @@ import math
 import mmap
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+import prepcli as prep
+from bench.throttled_store import ThrottledStore, Traffic, serve_throttled
 from prepcli.algebra.boxes import Box, full_box
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.commands.cli.main import main
+from prepcli.commands.operations.inspect import select_tensors
 from prepcli.core.errors import PrepError
+from prepcli.core.observer import SilentObserver
 from prepcli.engine.files import Files
 from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax import read_item
 from prepcli.formats.orbax_chunks import unplaced_array
-from prepcli.restore import item_reader
+from prepcli.planning import arrays as stored_arrays
+from prepcli.planning.tensors import LeafSpec
+from prepcli.restore import item_reader, weights_reader
 from prepcli.restore.item_reader import ItemReader, open_reader
+from prepcli.restore.weights_reader import WeightsReader
+from prepcli.sources.locate import locate
+from prepcli.sources.opening import open_source
+from prepcli.stores import byte_ranges
 from prepcli.stores.buffers import ByteArray
 from tests.helpers.interruptions import SimulatedSignal, run_interrupted
 from tests.helpers.orbax_items import random_array, write_item
+from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, same_bits
+from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, same_bits
 
 Spans = list[tuple[int, int, int]]  # file, first byte, one past the last
 
@@ -112,7 +124,6 @@ def leaf_and_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], l
     ("piece", "run"),
     slow_except([(1 << 22, 1 << 15), (64, 0), (64, 24), (4, 0)], [(1 << 22, 1 << 15), (64, 24)]),
 )
-@settings(deadline=None)
 @given(drawn=leaf_and_boxes(), gap=st.sampled_from([0, 3]))
 def test_read_fills_any_boxes_of_any_leaf(
     tmp_path_factory, piece: int, run: int, drawn: Any, gap: int
@@ -284,3 +295,151 @@ def test_files_are_closed_without_close(tmp_path: Path):
     assert count_open_files(tmp_path) >= 1
     del reopened
     assert count_open_files(tmp_path) == 0
+
+
+# A block of the checksums of an item.
+PIECE_NBYTES = 1 << 20
+RATE = float(16 << 20)
+DELAY_S = 0.1
+# boto3 and Run:ai keep 8 to 10 requests under way.
+MIN_CONCURRENT = 12
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model of 16 pieces per embedding, and its init."""
+    folder = tmp_path_factory.mktemp("bucket")
+    make_checkpoint(folder / "model", LLAMA, "float16", vocab_size=1 << 18)
+    prep.save_init(folder / "model", out=folder / "item")
+    return folder
+
+
+@contextmanager
+def serve_bucket(bucket: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThrottledStore]:
+    """Serve a folder as `s3://bucket`."""
+    with serve_throttled(bucket, RATE, DELAY_S) as store:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", store.url)
+        monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+        monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+        monkeypatch.setenv("AWS_REGION", "x")
+        yield store
+
+
+def load(bucket: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Traffic:
+    """Load a checkpoint of the bucket, and return the traffic."""
+    monkeypatch.setattr(weights_reader, "PIECE_NBYTES", PIECE_NBYTES)
+    monkeypatch.setattr(item_reader, "PIECE_NBYTES", PIECE_NBYTES)
+    with serve_bucket(bucket, monkeypatch) as store:
+        params = prep.load_params(f"s3://bucket/{name}", dtype="keep")
+        local = prep.load_params(bucket / name, dtype="keep")
+        np.testing.assert_array_equal(params["head"]["weight"], local["head"]["weight"])
+        return store.traffic()
+
+
+@pytest.mark.slow
+def test_hf_folder_is_read_by_many_requests_at_once(bucket: Path, monkeypatch: pytest.MonkeyPatch):
+    assert load(bucket, "model", monkeypatch).max_concurrent >= MIN_CONCURRENT
+
+
+def test_item_is_read_by_many_requests_at_once(bucket: Path, monkeypatch: pytest.MonkeyPatch):
+    assert load(bucket, "item", monkeypatch).max_concurrent >= MIN_CONCURRENT
+
+
+# An output of prep is read once more, and compared with its digests.
+@pytest.mark.parametrize(
+    ("name", "reads"), slow_except([("model", 1), ("item", 2)], [("model", 1)])
+)
+def test_statistics_read_several_tensors_at_once(
+    bucket: Path, monkeypatch: pytest.MonkeyPatch, name: str, reads: int
+):
+    with serve_bucket(bucket, monkeypatch) as store:
+        remote = select_tensors(f"s3://bucket/{name}", SilentObserver(), {}, stats=True)
+        traffic = store.traffic()
+    local = select_tensors(str(bucket / name), SilentObserver(), {}, stats=True)
+    assert remote.statistics == local.statistics
+    assert traffic.repeated_nbytes < traffic.nbytes * (reads - 1) / reads + (1 << 20)
+    assert traffic.max_concurrent > byte_ranges.MAX_IN_FLIGHT
+
+
+UP = "params.layers.mlp.up.weight"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "m"
+    make_checkpoint(folder, GPT_NEO, hidden_size=64)
+    return folder
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limit checksum blocks to 2 KiB, so that a layer has several."""
+    monkeypatch.setattr(stored_arrays, "BLOCK_NBYTES", 2 << 10)
+    monkeypatch.setattr("prepcli.formats.checksums.BLOCK_NBYTES", 2 << 10)
+
+
+def unit_boxes(spec: LeafSpec) -> list[Box]:
+    """Return the boxes of all read units of a leaf."""
+    spans = (
+        [(low, min(low + length, extent)) for low in range(0, extent, length)]
+        for extent, length in zip(spec.shape, spec.read_unit, strict=True)
+    )
+    return list(itertools.product(*spans))
+
+
+def bytes_read(reader: ItemReader | WeightsReader, name: str, boxes: Sequence[Box]) -> int:
+    """Read boxes in one call each, and return the number of bytes read."""
+    before = reader.read_nbytes
+    for box in boxes:
+        reader.read(
+            name, {box: np.empty([high - low for low, high in box], reader.leaves[name].dtype)}
+        )
+    return reader.read_nbytes - before
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    "options",
+    [("--mesh", "1,2,4"), (), ("--mesh", "1,2,2", "--compress", "zstd"), ("--no-scan",)],
+    ids=["meshed", "plain", "packed", "apart"],
+)
+def test_units_of_an_init_are_read_separately(
+    model: Path, tmp_path: Path, options: tuple[str, ...]
+):
+    run_ok("save-init", str(model), "--pad-vocab", "8", "--out", str(tmp_path / "init"), *options)
+    with open_reader(tmp_path / "init") as reader:
+        for name, spec in reader.leaves.items():
+            nbytes = int(np.prod(spec.shape)) * np.dtype(spec.dtype).itemsize
+            assert bytes_read(reader, name, unit_boxes(spec)) == nbytes, name
+        if "--compress" not in options:
+            assert any(len(unit_boxes(spec)) > spec.shape[0] for spec in reader.leaves.values())
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_units_of_a_hugging_face_folder_are_rows(tmp_path: Path):
+    # Each row is a read of its own.
+    make_checkpoint(
+        tmp_path / "m", GPT_NEO, vocab_size=29, max_position_embeddings=16, hidden_size=16
+    )
+    source = open_source(locate(str(tmp_path / "m")))
+    with WeightsReader(source) as reader:
+        assert not reader.is_remote
+        read = sum(
+            bytes_read(reader, name, unit_boxes(spec)) for name, spec in reader.leaves.items()
+        )
+        assert read == sum(tensor.nbytes for tensor in source.tensors)
+        layers, *shape = reader.leaves[UP].shape
+        assert len(unit_boxes(reader.leaves[UP])) == layers * max(shape)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_checked_read_skips_blocks_between_its_boxes(model: Path, tmp_path: Path):
+    run_ok("save-init", str(model), "--out", str(tmp_path / "init"))
+    with open_reader(tmp_path / "init") as reader:
+        boxes = unit_boxes(reader.leaves[UP])
+        first, last = boxes[0], boxes[len(boxes) // reader.leaves[UP].shape[0] - 1]
+        arrays = {
+            box: np.empty([high - low for low, high in box], np.float32) for box in (first, last)
+        }
+        reader.read(UP, arrays)
+        assert reader.read_nbytes == sum(array.nbytes for array in arrays.values())

@@ -1,25 +1,50 @@
-"""Tests of WeightsReader: leaves of other formats, whole and in parts, of any dtype."""
+"""WeightsReader: leaves of other formats, windows of tensors against NumPy, and stored duplicates."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
 # The manifests of complete outputs have the keys that these tests read.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from prepcli.algebra.axis_map import AxisMap
+from prepcli.algebra.boxes import Box, strides, volume
+from prepcli.algebra.strided_copies import StridedCopy, leaf_box_parts, part_copies, tensor_box
 from prepcli.commands.testing.tiny_model import tiny_transformer
 from prepcli.core.errors import PrepError
+from prepcli.engine.budget import Budget, BufferPool
+from prepcli.engine.files import PAGE
 from prepcli.models.param_tree import flatten_tree
-from prepcli.restore.weights_reader import WeightsReader
+from prepcli.planning.arrays import location_copies, whole_array
+from prepcli.planning.plan import EqualityCheck
+from prepcli.restore.box_reads import (
+    StoppedReadsError,
+    file_strides,
+    merge_windows,
+    run_jobs,
+    span_nbytes,
+    split_into_spans,
+    split_window,
+)
+from prepcli.restore.weights_reader import WeightsReader, find_duplicates
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
-from tests.helpers.pickle_builder import make_torch_file
+from prepcli.sources.source import Source
+from prepcli.stores.buffers import ByteArray
+from tests.helpers.plans import flat
 from tests.helpers.run_cli import run_ok
+from tests.helpers.strategies import axis_maps, boxes, leaf_by_numpy, random_tensors
 from tests.helpers.tiny_checkpoints import (
     ALL_CONFIGS,
     GPT2,
@@ -28,8 +53,6 @@ from tests.helpers.tiny_checkpoints import (
     write_checkpoint,
 )
 from trainer.nn.model_spec import model_from_manifest
-
-Box = tuple[tuple[int, int], ...]
 
 
 def read_leaf(reader: WeightsReader, name: str, dtype: str = "float32") -> np.ndarray:
@@ -60,22 +83,6 @@ def test_read_returns_the_leaves_of_the_model(base: dict[str, Any], tmp_path: Pa
             np.testing.assert_array_equal(read_leaf(reader, f"params.{path}"), leaf)
 
 
-def test_read_of_parts_equals_slices_of_the_leaf(tmp_path: Path):
-    make_checkpoint(tmp_path / "m", GPT2)
-    with open_weights(tmp_path / "m") as reader:
-        name = "params.layers.attn.k.weight"
-        whole = read_leaf(reader, name)
-        boxes: list[Box] = [
-            ((0, 3), (1, 2), (0, 8), (5, 9)),
-            ((1, 2), (0, 4), (3, 4), (0, 32)),
-            ((2, 2),) * 4,
-        ]
-        parts = {box: np.zeros([high - low for low, high in box], np.float32) for box in boxes}
-        reader.read(name, parts)
-        for box, part in parts.items():
-            np.testing.assert_array_equal(part, whole[tuple(slice(*span) for span in box)])
-
-
 def test_vocab_padding_is_zeros_and_recorded(tmp_path: Path):
     make_checkpoint(tmp_path / "m", LLAMA)
     with open_weights(tmp_path / "m") as plain, open_weights(tmp_path / "m", 8) as padded:
@@ -93,16 +100,6 @@ def test_read_writes_no_zeros_without_padding(tmp_path: Path, monkeypatch: pytes
     with open_weights(tmp_path / "m", 8) as reader:
         assert np.isnan(read_leaf(reader, "params.layers.attn.q.weight")).all()
         assert not read_leaf(reader, "params.embed.tokens").any()
-
-
-def test_read_casts_to_the_dtype_of_the_array(tmp_path: Path):
-    make_checkpoint(tmp_path / "m", LLAMA, "bfloat16")
-    with open_weights(tmp_path / "m") as reader:
-        name = "params.layers.mlp.up.weight"
-        assert reader.leaves[name].dtype == "bfloat16"
-        np.testing.assert_array_equal(
-            read_leaf(reader, name), read_leaf(reader, name, "bfloat16").astype(np.float32)
-        )
 
 
 @pytest.mark.parametrize("options", [("--no-scan",), ("--scan-axis", "1", "--rule", "embed=mp")])
@@ -132,22 +129,6 @@ def test_leaf_of_mixed_dtypes_is_float32(tmp_path: Path):
             np.testing.assert_array_equal(values.reshape(-1), mixed[path.format(layer)].reshape(-1))
 
 
-def test_torch_source_equals_safetensors_source(tmp_path: Path):
-    tensors = make_checkpoint(tmp_path / "m", LLAMA)
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b/config.json").write_bytes((tmp_path / "m/config.json").read_bytes())
-    (tmp_path / "b/pytorch_model.bin").write_bytes(make_torch_file(tensors))
-    with (
-        open_weights(tmp_path / "m") as safetensors_reader,
-        open_weights(tmp_path / "b") as torch_reader,
-    ):
-        assert safetensors_reader.leaves == torch_reader.leaves
-        for name in safetensors_reader.leaves:
-            np.testing.assert_array_equal(
-                read_leaf(safetensors_reader, name), read_leaf(torch_reader, name)
-            )
-
-
 def test_untied_head_of_a_tied_model_is_an_error(tmp_path: Path):
     tensors = make_checkpoint(tmp_path / "m", GPT2)
     head = tensors["transformer.wte.weight"].copy()
@@ -167,3 +148,176 @@ def test_missing_tensor_is_an_error(tmp_path: Path):
     write_checkpoint(tmp_path / "less", GPT2, tensors)
     with pytest.raises(PrepError, match="missing"):
         open_weights(tmp_path / "less")
+
+
+CHECK = EqualityCheck("lm_head.weight", "wte.weight")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    """Open a tied model whose stored head differs from the embedding."""
+    tensors = make_checkpoint(tmp_path / "m", GPT2)
+    write_checkpoint(
+        tmp_path / "tied", GPT2, tensors | {"lm_head.weight": tensors["transformer.wte.weight"] + 1}
+    )
+    return open_source(locate(str(tmp_path / "tied")))
+
+
+def with_digests(source: Source, embedding: str, head: str) -> Source:
+    """Return the source with digests of embedding and head."""
+    digests = {CHECK.duplicate_of: embedding, CHECK.name: head}
+    tensors = (
+        replace(tensor, digests=((0, tensor.shape[0], digests[tensor.name]),))
+        if tensor.name in digests
+        else tensor
+        for tensor in source.tensors
+    )
+    return replace(source, tensors=tuple(tensors))
+
+
+def test_duplicates_without_digests_are_left_to_the_read(source: Source):
+    duplicates = find_duplicates(source, [CHECK], verify=True)
+    assert {name: [tensor.name for tensor in tensors] for name, tensors in duplicates.items()} == {
+        "wte.weight": ["lm_head.weight"]
+    }
+
+
+def test_equal_digests_need_no_bytes(source: Source):
+    assert not find_duplicates(with_digests(source, "0a", "0a"), [CHECK], verify=True)
+
+
+def test_bytes_are_compared_if_digests_differ(source: Source):
+    with pytest.raises(PrepError, match=r"lm_head.weight is not equal"):
+        find_duplicates(with_digests(source, "0a", "0b"), [CHECK], verify=True)
+    assert find_duplicates(with_digests(source, "0a", "0b"), [CHECK], verify=False)
+
+
+DTYPE = "float32"
+ITEM = 4
+
+
+def elements(copy: StridedCopy) -> list[tuple[int, int]]:
+    """Return (tensor offset, file offset) of each byte of a copy."""
+    moves = itertools.product(*(range(count) for count, _, _ in copy.dims), range(copy.width))
+    strides_of = [*((tensor, file) for _, tensor, file in copy.dims), (1, 1)]
+    starts = (copy.tensor_offset, copy.file_offset)
+
+    def offset(index: tuple[int, ...], side: int) -> int:
+        return starts[side] + sum(i * step[side] for i, step in zip(index, strides_of))
+
+    return [(offset(index, 0), offset(index, 1)) for index in moves]
+
+
+@st.composite
+def shaped_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """Draw a shape and boxes in it that are not empty."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    return shape, [draw(boxes(shape).filter(volume)) for _ in range(draw(st.integers(1, 4)))]
+
+
+@given(axis_maps(), st.data())
+def test_windows_of_the_parts_of_a_box_fill_it(row: AxisMap, data: st.DataObject):
+    tensors, box = random_tensors(row), data.draw(boxes(row.leaf_shape))
+    expected = leaf_by_numpy(row, tensors)[tuple(slice(*span) for span in box)]
+    out = np.zeros(expected.size, tensors[next(iter(tensors))].dtype)
+    for part in leaf_box_parts(row, box):
+        window = tensor_box(row, part.atom_ranges)
+        for piece in split_window(window, strides(row.source_shape), data.draw(st.integers(1, 5))):
+            values = tensors[part.tensor_name][tuple(slice(*span) for span in piece)].reshape(-1)
+            for copy in part_copies(row, part, window=piece):
+                for tensor_offset, file_offset in elements(copy):
+                    out[file_offset] = values[tensor_offset]
+    np.testing.assert_array_equal(out.reshape(expected.shape), expected)
+
+
+@given(shaped_boxes(), st.permutations(range(3)), st.booleans())
+def test_copies_of_a_window_read_its_elements(
+    drawn: tuple[tuple[int, ...], list[Box]], order: list[int], is_view: bool
+):
+    shape, (window, *_) = drawn
+    tensor = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    axes = [axis for axis in order if axis < len(shape)] if is_view else list(range(len(shape)))
+    stored = np.ascontiguousarray(tensor.transpose(axes))
+    view_strides = tuple(stored.transpose(np.argsort(axes)).strides)
+    placement = (whole_array("w", DTYPE, shape, (0, 8), view_strides if is_view else None),)
+    file_bytes = np.concatenate([np.zeros(8, np.uint8), stored.reshape(-1).view(np.uint8)])
+    out = np.zeros(volume(window) * ITEM, np.uint8)
+    for copy in location_copies(placement, window, window):
+        for span in split_into_spans(copy, max_nbytes=24, min_gap_nbytes=9):
+            assert span_nbytes(span) <= max(24, copy.width)
+            for tensor_offset, file_offset in elements(span):
+                out[tensor_offset] = file_bytes[file_offset]
+    expected = tensor[tuple(slice(*span) for span in window)]
+    np.testing.assert_array_equal(out.view(np.int32).reshape(expected.shape), expected)
+
+
+@given(shaped_boxes(), st.integers(1, 40))
+def test_merged_windows_cover_the_windows(drawn: tuple[tuple[int, ...], list[Box]], max_gap: int):
+    shape, windows = drawn
+    merged = merge_windows(windows, file_strides((flat("int8", shape),), shape, 1), max_gap)
+    assert len(merged) <= len(windows)
+    for window in windows:
+        assert any(
+            all(a <= low and high <= b for (low, high), (a, b) in zip(window, box))
+            for box in merged
+        )
+
+
+@given(shaped_boxes(), st.integers(1, 20), st.permutations([1, 7, 50]))
+def test_split_window_has_each_element_once(
+    drawn: tuple[tuple[int, ...], list[Box]], max_volume: int, axis_strides: list[int]
+):
+    shape, (window, *_) = drawn
+    counts = np.zeros(shape, int)
+    for piece in split_window(window, axis_strides, max_volume):
+        assert 0 < volume(piece) <= max_volume
+        counts[tuple(slice(*span) for span in piece)] += 1
+    expected = np.zeros(shape, int)
+    expected[tuple(slice(*span) for span in window)] = 1
+    np.testing.assert_array_equal(counts, expected)
+
+
+def test_adjacent_windows_and_short_gaps_are_merged():
+    axis_strides = (100, 1)
+    rows: list[Box] = [((0, 2), (0, 50)), ((2, 4), (0, 50)), ((9, 10), (0, 50))]
+    assert merge_windows(rows, axis_strides, 32) == [((0, 4), (0, 50)), ((9, 10), (0, 50))]
+    columns: list[Box] = [((0, 4), (0, 5)), ((0, 4), (20, 30)), ((0, 4), (90, 100))]
+    assert merge_windows(columns, axis_strides, 32) == [((0, 4), (0, 30)), ((0, 4), (90, 100))]
+    assert file_strides((flat("int16", (3, 5)),), (3, 5), 2) == (10, 2)
+
+
+def test_call_without_jobs_waits_for_no_buffer():
+    buffers = BufferPool(Budget(PAGE, PAGE, 1))
+    buffers.acquire(1)
+
+    def run(job: int, buffer: ByteArray) -> None:
+        raise AssertionError("there is no job")
+
+    thread = threading.Thread(target=run_jobs, args=(iter(()), run, buffers, 2), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_jobs_run_with_fewer_buffers_than_threads():
+    numbers: list[int] = []
+
+    def run(job: int, buffer: ByteArray) -> None:
+        assert buffer.size > 0
+        numbers.append(job)
+
+    errors = run_jobs(iter(range(20)), run, BufferPool(Budget(PAGE, PAGE, 1)), 4)
+    assert errors == []
+    assert sorted(numbers) == list(range(20))
+
+
+def test_stopped_call_drops_its_jobs_and_returns_an_error():
+    numbers: list[int] = []
+
+    def run(job: int, buffer: ByteArray) -> None:
+        numbers.append(job)
+
+    buffers = BufferPool(Budget(PAGE, PAGE, 1))
+    errors = run_jobs(iter(range(20)), run, buffers, 1, is_stopped=lambda: len(numbers) == 3)
+    assert numbers == [0, 1, 2]
+    assert [type(error) for error in errors] == [StoppedReadsError]

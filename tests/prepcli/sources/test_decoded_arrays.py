@@ -17,7 +17,6 @@ from prepcli.algebra.grids import ChunkGrid, StridedChunks
 from prepcli.core.errors import PrepError
 from prepcli.engine.blobs import BlockCache, DerivedArrays, DerivedReader
 from prepcli.engine.casts import Scale
-from prepcli.formats.codecs import READ_BLOCK_NBYTES
 from prepcli.formats.ocdbt import ValueLocation, read_ocdbt_index
 from prepcli.formats.orbax import read_item
 from prepcli.formats.orbax_chunks import unplaced_array, unravel_chunk_index
@@ -102,7 +101,6 @@ def test_read_decodes_every_dtype(tmp_path: Path, dtype: str, zarr3: bool):
     assert read_bytes(reader, 0, array.nbytes) == array.tobytes()
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     data=st.data(),
     form=st.sampled_from(STORAGE_FORMS),
@@ -197,10 +195,10 @@ def test_cache_evicts_chunks_to_stay_within_memory(tmp_path: Path):
 
 
 def test_frame_with_a_too_large_size_is_rejected(tmp_path: Path):
-    frame = zstandard.ZstdCompressor(level=19).compress(bytes(500 << 20))
+    frame = zstandard.ZstdCompressor(level=1).compress(bytes(50 << 20))
     error = read_error(write_one_chunk(tmp_path / "item", np.zeros(4096, np.uint8), frame), 10)
     assert error.what == f"chunk 0 of `w` of {tmp_path / 'item'} cannot be decoded"
-    assert error.why == "frame: its frame has a content size of 524,288,000 bytes, not 4,096"
+    assert error.why == "frame: its frame has a content size of 52,428,800 bytes, not 4,096"
 
 
 def test_frame_without_size_cannot_exceed_the_chunk(tmp_path: Path):
@@ -245,11 +243,11 @@ def test_missing_file_is_named_in_the_error(tmp_path: Path):
         read_bytes(reader, 0, 4)
 
 
-@pytest.mark.parametrize("count", slow_except((150, 1600), (150,)))
+@pytest.mark.parametrize("count", slow_except((60, 1600), (60,)))
 def test_fuzzed_chunks_raise_prep_error_or_read(tmp_path_factory, count: int):
     """Damaged stored chunks may only raise a PrepError, and never return too many bytes."""
 
-    @settings(max_examples=count, deadline=None)
+    @settings(max_examples=count)
     @given(data=st.data(), form=st.sampled_from([f for f in STORAGE_FORMS if f.codec_names]))
     def check(data: st.DataObject, form: StorageForm):
         folder = tmp_path_factory.getbasetemp() / "changed" / str(STORAGE_FORMS.index(form))
@@ -275,11 +273,6 @@ def test_fuzzed_chunks_raise_prep_error_or_read(tmp_path_factory, count: int):
     check()
 
 
-def test_read_blocks_are_small():
-    assert READ_BLOCK_NBYTES <= 1 << 20
-
-
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_joined_chunks_are_read_in_c_order(tmp_path_factory, data: st.DataObject):
     extents = st.lists(st.integers(1, 5), max_size=4).map(tuple)

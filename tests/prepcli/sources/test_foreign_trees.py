@@ -1,20 +1,51 @@
-"""Tests of trees of other libraries: detection of the layout, and the tensors of each leaf."""
+"""Trees of other libraries: detection of the layout, the tensors of each leaf, boxes of ranks, and fuzzed files."""
 
 from __future__ import annotations
 
+import json
 import math
+import random
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import msgpack
+import numpy as np
 import pytest
 
 from prepcli.algebra.axis_map import bind_row
+from prepcli.algebra.grids import ArrayPart, ArrayParts
+from prepcli.algebra.rows import parse_row
 from prepcli.core.errors import PrepError
+from prepcli.engine.blobs import open_blobs
+from prepcli.formats.msgpack import read_flax_files
 from prepcli.models.parameters import Family, parameter_rows
 from prepcli.models.registry import FAMILIES
-from prepcli.planning.arrays import MappedArray, whole_array
+from prepcli.planning.arrays import Array, MappedArray, parted_array, whole_array
+from prepcli.planning.libraries import TORCHTITAN
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.sources.foreign_trees import Array, ForeignTree, TreeFormat, match_foreign_tree
+from prepcli.planning.tensors import is_leaf_path
+from prepcli.sources.foreign_trees import ForeignTree, TreeFormat, match_foreign_tree
+from prepcli.sources.locate import locate
+from prepcli.sources.openers.tensor_files import match_dcp_tree
+from prepcli.sources.opening import open_source
+from prepcli.sources.references import EASYLM_PARTS, split_part
+from prepcli.sources.source import match_source_tensors, source_rows, stored_tensor
+from prepcli.sources.state_rows import (
+    PathLeaf,
+    find_state_leaves,
+    index_state_tensors,
+    shape_in_leaf,
+    state_axis_map,
+)
+from prepcli.sources.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
+from tests.helpers.golden_flax import FILES, FOLDER, decode_msgpack
+from tests.helpers.golden_flax import LLAMA as FLAX_LLAMA
+from tests.helpers.memory_stores import store_of
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.stored_arrays import read_tensor, tensor_bytes
+from tests.prepcli.formats.test_msgpack import fuzzed_file
 
 LLAMA = FAMILIES["llama"]
 GPT_NEO = FAMILIES["gpt_neo"]
@@ -236,3 +267,178 @@ def test_recorded_names_without_prefix_are_kept():
     manifest = Manifest(prefixed=False, tensors={})
     tree = match_foreign_tree(leaves, LLAMA, CONFIG, "tree", manifest=manifest)
     assert tree.names.full_name("norm.weight") == "norm.weight"
+
+
+SIZES = {"layers": 3, "heads": 4, "head_dim": 8, "embed": 16}
+STACKED = bind_row(
+    parse_row("layers heads head_dim embed <- h.{layers}.q: (heads head_dim) embed"), SIZES
+)
+MIDDLE = bind_row(
+    parse_row("heads layers head_dim embed <- h.{layers}.q: (heads head_dim) embed"), SIZES
+)
+APART = bind_row(parse_row("heads head_dim embed <- h.{layers}.q: (heads head_dim) embed"), SIZES)
+PARAMETERS = {"layers.q": (3, 4, 8, 16), "head": (5, 16)}
+
+
+def test_find_state_leaves_finds_leaves_outside_of_slots():
+    state = {
+        "opt_state.mu.layers.q": (3, 4, 8, 16),
+        "opt_state.row.layers.q": (3, 4, 8, 1),
+        "opt_state.full.layers.q": (3, 4, 8, 16),
+        "opt_state.full.head": (5, 16),
+        "opt_state.other.head": (5,),
+        "opt_state.count": (),
+        "ema.head": (5, 16),
+    }
+    found = list(find_state_leaves(state, PARAMETERS, ["opt_state.full"]))
+    assert found == [
+        PathLeaf("opt_state.mu.layers.q", "opt_state.mu", "layers.q"),
+        PathLeaf("opt_state.row.layers.q", "opt_state.row", "layers.q"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "path", "shape"),
+    [
+        (STACKED, "layers.q", (3, 4, 8, 1)),
+        (MIDDLE, "layers.q", (4, 3, 8, 1)),
+        (APART, "layers.1.q", (4, 8, 1)),
+    ],
+)
+def test_tensors_do_not_depend_on_the_stacking(row, path: str, shape: tuple[int, ...]):
+    axis_map = state_axis_map(path, row, shape)
+    tensors = {name: tuple(indices.items()) for name, indices in axis_map.tensors()}
+    assert axis_map.leaf_shape == shape
+    assert axis_map.source_shape == (4, 8, 1)
+    assert tensors["/layers.1.q"] == (() if row is APART else (("layers", 1),))
+    assert all(map(is_leaf_path, tensors))
+    assert shape_in_leaf(row, (4, 8, 1)) == shape
+
+
+@pytest.mark.parametrize(("row", "path"), [(STACKED, "layers.q"), (APART, "layers.{layers}.q")])
+def test_index_state_tensors_finds_the_leaf_of_each_tensor(row, path: str):
+    index = index_state_tensors({path: row})
+    assert index.keys() == {f"/layers.{layer}.q" for layer in range(3)}
+    assert index["/layers.2.q"] == (
+        path.format(layers=2),
+        row,
+        (("layers", 2),) if row is STACKED else (),
+    )
+
+
+SMALL_CONFIG: dict[str, Any] = {
+    "vocab_size": 6,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 12,
+}
+
+
+def embedding_in_boxes(*starts: int) -> Array:
+    """Return an embedding [6, 8] in boxes that begin at these rows, each in a file of its own."""
+    parts: list[ArrayPart] = []
+    for file, (start, stop) in enumerate(zip(starts, (*starts[1:], 6))):
+        parts.append(ArrayPart(((start, stop), (0, 8)), file, 32 * start, (32, 4)))
+    return parted_array("tok_embeddings.weight", "float32", (6, 8), ArrayParts(tuple(parts)))
+
+
+@pytest.mark.parametrize("starts", [(0, 4), (0, 2), (0, 1, 2), (0, 3, 5)])
+def test_boxes_of_ranks_are_parts_of_a_tensor(starts: tuple[int, ...]):
+    tensors: list[Array] = []
+    for path, row in LLAMA.layouts["torchtitan"].parameters.items():
+        shape = bind_row(parse_row(row.row), LLAMA.sizes(SMALL_CONFIG)).leaf_shape
+        tensors.append(whole_array(path.format(layers=0), "float32", shape, (0, 0)))
+    tensors[0] = embedding_in_boxes(*starts)
+    tree = match_dcp_tree(tensors, LLAMA, SMALL_CONFIG, "step-3", library=TORCHTITAN)
+    embedding = next(tensor for tensor in tree.tensors if tensor.name == "embed_tokens.weight")
+    values = np.arange(48, dtype=np.float32).reshape(6, 8)
+    assert np.array_equal(
+        read_tensor(embedding.placement[0], values, [values.tobytes()] * len(starts)), values
+    )
+
+
+FLAX_CONFIG: dict[str, Any] = json.loads((FLAX_LLAMA / "hf/config.json").read_text())
+VALUES = (0, 1, 3, 10**12, -1, None, True, "x", [], {}, 1.5)
+
+
+def opens_fuzzed_file(folder: Path, seed: int) -> bool:
+    """Open a fuzzed file, or a valid file with a wrong config, and return False if a PrepError was raised."""
+    rng = random.Random(seed)
+    config = dict(FLAX_CONFIG)
+    data, kind = fuzzed_file(seed)
+    if seed % 4 == 0:
+        name = rng.choice(sorted(FILES))
+        data, kind = (FOLDER / name).read_bytes(), FILES[name]
+        config[rng.choice(sorted(config))] = rng.choice(VALUES)
+    (folder / "config.json").write_text(json.dumps(config))
+    path = folder / ("streaming_params" if kind == "easylm" else "params.msgpack")
+    path.write_bytes(data)
+    try:
+        prefix = rng.choice(["", *(f"{part}::" for part in EASYLM_PARTS)])
+        source = open_source(locate(f"{prefix}{path if seed % 2 else folder}"))
+        match_source_tensors(source, source_rows(source), DEFAULT_MATCH_OPTIONS)
+    except PrepError:
+        return False
+    finally:
+        path.unlink()
+    return True
+
+
+@pytest.mark.parametrize("part", slow_except(range(6), (0,)))
+def test_fuzzed_file_opens_or_raises_prep_error(tmp_path: Path, part: int):
+    num_opened = sum(
+        opens_fuzzed_file(tmp_path, seed) for seed in range(part * 150, part * 150 + 150)
+    )
+    assert 0 < num_opened < 150
+
+
+def match_file(path: Path) -> TensorMatch:
+    source = open_source(locate(str(path)))
+    return match_source_tensors(source, source_rows(source), DEFAULT_MATCH_OPTIONS)
+
+
+def test_truncated_stream_is_rejected(tmp_path: Path):
+    unpacker = msgpack.Unpacker()
+    unpacker.feed((FLAX_LLAMA / "streaming_params").read_bytes())
+    records = [msgpack.packb(record) or b"" for record in unpacker]
+    shutil.copy(FLAX_LLAMA / "hf/config.json", tmp_path)
+    for count in range(len(records)):
+        (tmp_path / "streaming_params").write_bytes(b"".join(records[:count]))
+        with pytest.raises(PrepError):
+            match_file(tmp_path)
+
+
+def test_arrays_in_pieces_are_read_from_their_file():
+    source = open_source(locate(str(FLAX_LLAMA / "pieces.msgpack")), FLAX_LLAMA / "hf")
+    assert source.byte_sources == source.files
+    in_parts = [t for t in source.tensors if isinstance(t.placement[0].array.chunks, ArrayParts)]
+    assert {t.name for t in in_parts} == {t.name for t in source.tensors if t.nbytes > 600}
+
+
+def test_arrays_in_pieces_are_read_from_a_store():
+    data = (FLAX_LLAMA / "pieces.msgpack").read_bytes()
+    values = {".".join(path): value for path, value in decode_msgpack(data, "flax").items()}
+    root, _ = store_of({"flax_model.msgpack": data})
+    folder = read_flax_files(root, "flax")
+    assert any(isinstance(array.chunks, ArrayParts) for array in folder.tensors)
+    with open_blobs(folder.files) as files:
+        for array in folder.tensors:
+            content = tensor_bytes(files, stored_tensor(array))
+            assert content == values.pop(array.name).tobytes()
+    assert not values
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("params::/a/b", ("params", "/a/b")),
+        ("trainstate_params::x", ("trainstate_params", "x")),
+        ("flax::x", ("", "flax::x")),
+        ("./params", ("", "./params")),
+        ("params::", ("params", "")),
+        ("x::params::y", ("", "x::params::y")),
+    ],
+)
+def test_split_part_returns_known_part_and_path(name: str, expected: tuple[str, str]):
+    assert split_part(name) == expected

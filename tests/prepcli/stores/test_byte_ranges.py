@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.core.errors import USAGE, PrepError
@@ -63,7 +63,6 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(byte_ranges, "FIRST_WAIT_S", 0.0)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.one_of(st.just(RetryableError("down")), st.integers(0, 300_000)), max_size=7),
     st.integers(0, CONTENT.size - 1),
@@ -145,7 +144,6 @@ def test_read_range_in_parallel_raises_errors_of_a_part():
         )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -1,25 +1,42 @@
-"""Tests of reads of regular files, of names in files, and of atomic writes."""
+"""Files: bounded reads, atomic writes, links, syncs, and untrusted JSON and names."""
 
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import socket
 import subprocess
 import sys
+import threading
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prepcli.core.errors import DamagedError, PrepError
+from prepcli.core.json_values import parse_json, quote_name
 from prepcli.stores.files import (
+    SYNC_THREADS,
+    check_no_symlinks,
+    list_folder,
+    open_no_follow,
     open_regular_file,
     read_complete_lines,
+    read_no_follow,
     read_regular_file,
+    read_small_file,
     replacing_file,
     resolve_named_path,
+    stat_file,
+    sync_many,
+    sync_paths,
     write_file,
+    write_no_follow,
 )
 
 
@@ -204,3 +221,159 @@ def test_replacing_file_keeps_the_old_file_after_an_error(tmp_path: Path):
         write_half()
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+UNSAFE_FILES: dict[str, Callable[[Path, Path], object]] = {
+    "symbolic link": lambda path, target: path.symlink_to(target),
+    "hard link": lambda path, target: path.hardlink_to(target),
+    "not a regular file": lambda path, target: os.mkfifo(path),
+}
+
+
+@pytest.mark.parametrize("kind", UNSAFE_FILES)
+def test_open_no_follow_rejects_links(tmp_path: Path, kind: str):
+    target = tmp_path / "target"
+    target.write_text("mine")
+    UNSAFE_FILES[kind](tmp_path / "unsafe", target)
+    with pytest.raises(PrepError, match=kind):
+        open_no_follow(tmp_path / "unsafe", WRITE)
+    assert target.read_text() == "mine"
+
+
+def test_write_no_follow_replaces_a_file(tmp_path: Path):
+    write_no_follow(tmp_path / "file", b"longer")
+    write_no_follow(tmp_path / "file", b"new")
+    assert read_no_follow(tmp_path / "file") == b"new"
+
+
+def test_open_no_follow_passes_other_errors_on(tmp_path: Path):
+    with pytest.raises(FileNotFoundError):
+        read_no_follow(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("place", ["folder", "folder/link", "folder/below/link"])
+def test_check_no_symlinks_finds_links_anywhere(tmp_path: Path, place: str):
+    (tmp_path / "real/below").mkdir(parents=True)
+    path = tmp_path / place.replace("folder", "real")
+    if place == "folder":
+        path = tmp_path / "linked"
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PrepError, match="is a symbolic link"):
+        check_no_symlinks(path if place == "folder" else tmp_path / "real")
+
+
+@pytest.mark.parametrize("count", [0, 1, SYNC_THREADS, SYNC_THREADS + 1, 500])
+def test_each_item_is_synced_once(count: int):
+    synced: list[int] = []
+    sync_many(synced.append, range(count))
+    assert sorted(synced) == list(range(count))
+
+
+def test_many_items_are_synced_at_the_same_time():
+    barrier = threading.Barrier(SYNC_THREADS, timeout=60)
+    met: list[int] = []
+
+    def sync(item: int) -> None:
+        # Each of the first items waits for the others. The barrier raises an error if they do not all come.
+        if item < SYNC_THREADS:
+            barrier.wait()
+            met.append(item)
+
+    sync_many(sync, range(2 * SYNC_THREADS))
+    assert sorted(met) == list(range(SYNC_THREADS))
+
+
+@pytest.mark.parametrize("count", [3, 500])
+def test_error_of_one_item_is_raised(count: int):
+    def sync(item: int) -> None:
+        if item == count // 2:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output error"):
+        sync_many(sync, range(count))
+
+
+def test_absent_file_is_an_error(tmp_path: Path):
+    paths = [tmp_path / str(number) for number in range(50)]
+    for path in paths:
+        path.touch()
+    sync_paths(paths)
+    paths[20].unlink()
+    with pytest.raises(FileNotFoundError):
+        sync_paths(paths)
+
+
+json_without_negatives_or_floats = st.recursive(
+    st.none() | st.booleans() | st.text(max_size=5) | st.integers(0, 10**19 - 1),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=10,
+)
+
+
+@given(value=json_without_negatives_or_floats)
+def test_parse_json_matches_json_without_negatives_or_floats(value: object) -> None:
+    assert parse_json(json.dumps(value).encode()) == value
+    assert parse_json(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+def test_parse_json_other_numbers_become_minus_one() -> None:
+    assert parse_json(b"[1, -1, -0, 9999999999999999999, 10000000000000000000, 1.5, 1e999]") == [
+        1, -1, -1, 9999999999999999999, -1, 1.5, math.inf,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"{", "its JSON is broken"),
+        (b'{"a": 1, "b": 2, "a": 1}', "it names `a` twice"),
+        (b"[NaN]", "NaN is not JSON"),
+        (b"[-Infinity]", "-Infinity is not JSON"),
+        (b"\xff", "its text is not UTF-8"),
+        (b'{"\\ud800": 1}', "its text is not UTF-8"),
+        (b"[" * 100_000, "its JSON is nested too deeply"),
+        (b'{"a":' * 100_000, "its JSON is nested too deeply"),
+    ],
+)
+def test_parse_json_rejects_invalid_json(text: bytes, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        parse_json(text)
+
+
+@given(name=st.text())
+def test_quote_name_is_short_and_printable(name: str) -> None:
+    assert quote_name(name).isprintable()
+    assert len(quote_name(name * 1000)) <= 1002
+    assert quote_name("layers.0.w") == "`layers.0.w`"
+
+
+def test_stat_file_and_list_folder_reject_wrong_paths(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(b"xyz")
+    (tmp_path / "a").mkdir()
+    assert list_folder(tmp_path) == ["a", "b"]
+    assert stat_file(tmp_path / "b").st_size == 3
+    with pytest.raises(PrepError, match="a is not a file"):
+        stat_file(tmp_path / "a")
+    with pytest.raises(PrepError, match=r"cannot read .*c"):
+        stat_file(tmp_path / "c")
+    with pytest.raises(PrepError, match=r"cannot read .*b"):
+        list_folder(tmp_path / "b")
+
+
+def test_read_small_file_rejects_large_and_special_files(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"xyz")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    assert read_small_file(tmp_path / "a", 3) == b"xyz"
+    with pytest.raises(PrepError) as caught:
+        read_small_file(tmp_path / "a", 2)
+    assert (caught.value.what, caught.value.why) == (
+        f"{tmp_path / 'a'} is too large",
+        "it has 3 bytes, the limit is 2",
+    )
+    for name in ("pipe", "zeros"):
+        with pytest.raises(PrepError, match="is not a file"):
+            read_small_file(tmp_path / name, 3)

@@ -431,7 +431,7 @@ ANSWERS = st.builds(
 
 @pytest.mark.parametrize("count", slow_except((150, 1500), (150,)))
 def test_arbitrary_answers_give_bytes_or_a_prep_error(monkeypatch, count: int):
-    @settings(max_examples=count, deadline=None)
+    @settings(max_examples=count)
     @given(st.lists(ANSWERS, min_size=1, max_size=6), st.integers(0, 30))
     def check(answers: list[Answer], offset: int):
         monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: Session(list(answers)))

@@ -1,7 +1,8 @@
-"""The command line: help, usage errors, exit codes, and signals."""
+"""The command line: usage errors, options and their groups, completion, and exit codes."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -9,14 +10,33 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated, TypedDict
 
 import pytest
 
 from prepcli.commands.cli.main import main
+from prepcli.commands.cli.option_groups import (
+    CheckpointArgument,
+    ProgressUi,
+    command,
+    complete_checkpoint,
+    complete_devices,
+    complete_family,
+    complete_recipe,
+    complete_recipe_or_checkpoint,
+    complete_shipped_recipe,
+)
 from prepcli.commands.cli.root import all_commands
+from prepcli.commands.console.ui import Report
+from prepcli.commands.operations.options import DEFAULT_MEMORY
+from prepcli.core.errors import PrepError
+from prepcli.core.formatting import parse_bytes, suggest
+from prepcli.core.option_spec import flag, option
+from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.sources.aliases import ALIAS_FAMILIES
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.waiting import MAX_S
+from tests.prepcli.sources.test_detect import fill
 
 SLOW_IMPORTS = {
     "numpy",
@@ -410,3 +430,88 @@ def test_broken_pipe_other_than_stdout_is_an_error() -> None:
     code, out, err = run("severed", script=WITH_COMMAND)
     assert (code, out) == (1, "")
     assert "Broken pipe" in err
+
+
+class HubOptions(TypedDict, total=False):
+    """A group of options with a text and flags."""
+
+    revision: Annotated[str | None, option("NAME", "Read this branch.")]
+    offline: Annotated[bool, flag("Use only the cache.")]
+    stream: Annotated[bool, flag("Read without a copy.", position=1)]
+
+
+@command("example", guide="convert")
+def example_command(
+    checkpoint: CheckpointArgument,
+    *,
+    hub_options: HubOptions,
+    size: Annotated[int, option("N", "Take N.", default=3)],
+    ui: ProgressUi,
+) -> Report:
+    """Look."""
+    assert (checkpoint, size) == ("model", 4)
+    assert hub_options == {"revision": "main", "offline": False, "stream": True}
+    assert (ui.command, ui.as_json, ui.level, ui.progress_mode) == ("example", True, 2, "none")
+    return Report(error=PrepError("stopped", code=75))
+
+
+PARAMETERS = inspect.signature(example_command.function).parameters
+OUTPUT_NAMES = ["as_json", "quiet", "verbose"]
+
+
+def test_options_replace_their_group() -> None:
+    names = ["checkpoint", "stream", "revision", "offline", "size", *OUTPUT_NAMES, "progress"]
+    assert [*PARAMETERS] == names
+    assert example_command.help == "Look.\n\nGuide: prep docs convert"
+    assert PARAMETERS["verbose"].default == 0
+    assert PARAMETERS["checkpoint"].default is inspect.Parameter.empty
+
+
+def test_command_receives_its_option_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    hub_values = {"revision": "main", "offline": False, "stream": True}
+    output_values = {"as_json": True, "quiet": False, "verbose": 2, "progress": "none"}
+    code = example_command.function(checkpoint="model", size=4, **hub_values, **output_values)
+    assert code == 75
+    assert '"command": "example", "ok": false' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [*all_commands()], ids=lambda command: command.name)
+def test_every_command_has_output_options(command) -> None:
+    assert {*OUTPUT_NAMES} <= {*inspect.signature(command.function).parameters}
+
+
+def test_complete_checkpoint_lists_folders_and_aliases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fill(tmp_path / "llama-mine-init", MANIFEST_FILE)
+    fill(tmp_path / "llama-other", "model.safetensors")
+    assert complete_checkpoint("llama-")[:3] == ["llama-mine-init", "llama-7b", "llama-13b"]
+    assert complete_checkpoint("llama-o") == []
+
+
+def test_complete_family_lists_families() -> None:
+    assert complete_family("gpt") == ["gpt2", "gpt_neo", "gptj", "gpt_neox"]
+
+
+def test_complete_recipe_lists_files_and_shipped_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt-mine.toml").touch()
+    assert complete_recipe("gpt-")[:2] == ["gpt-mine.toml", "gpt-j-6b"]
+    assert complete_recipe_or_checkpoint("gpt2")[:3] == ["gpt2", "gpt2-medium", "gpt2-large"]
+    assert complete_shipped_recipe("gpt2") == ["gpt2"]
+
+
+def test_complete_devices_lists_kinds_in_any_case() -> None:
+    assert complete_devices("a100") == ["A100-40", "A100-80"]
+
+
+def test_suggest_returns_one_name_or_none() -> None:
+    assert suggest("pad-vcab", ["pad-vocab", "pad-vocabs", "models"]) == "pad-vocab"
+    assert suggest("zzz", ["pad-vocab"]) is None
+
+
+def test_default_memory_is_a_size() -> None:
+    assert parse_bytes(DEFAULT_MEMORY, "memory") == 512 << 20

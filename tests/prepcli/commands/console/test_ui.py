@@ -1,21 +1,41 @@
-"""Console output: results, notes, errors and JSON."""
+"""Console output: results, notes, errors and JSON, of jobs of several processes, and in notebooks."""
 
 from __future__ import annotations
 
 import io
 import json
+import sys
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 from unicodedata import category
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import prepcli as prep
+from prepcli.commands.console.notebook import NotebookBlock, NotebookObserver, run_observer_of
 from prepcli.commands.console.progress_displays import LineProgress
 from prepcli.commands.console.ui import LIBRARIES, NORMAL, QUIET, Report, Ui, open_ui, printable
+from prepcli.commands.operations.results import Conversion, TrainingRun
 from prepcli.core import version
-from prepcli.core.errors import FAILED, OK, USAGE, PrepError, usage_error
-from prepcli.core.observer import NullProgress
+from prepcli.core.errors import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    STOPPED,
+    USAGE,
+    Option,
+    PrepError,
+    UsageError,
+    text,
+    usage_error,
+)
+from prepcli.core.observer import NullProgress, RunObserver
+from prepcli.core.unexpected import label_errors, process_of
+from trainer.training.metrics import METRICS_FILE
 
 ERROR = PrepError(
     "x.safetensors is cut short", "its header promises 9 bytes, the file has 8", "`hf download x`"
@@ -311,3 +331,187 @@ def test_result_that_differs_from_the_streamed_text_is_printed() -> None:
         write("one")
     assert streams.ui.finish(Report("one two")) == OK
     assert streams.texts[0] == "one\none two\n"
+
+
+def open_streams(process: int | None, *, as_json: bool = False, all_print: bool = False) -> Ui:
+    """Return the Ui of a process, with streams that can be read."""
+    ui = Ui("train", as_json, out=io.StringIO(), err=io.StringIO())
+    return ui.for_process(process, all_print=all_print)
+
+
+def texts(ui: Ui) -> tuple[str, str]:
+    """Return what a Ui has printed on stdout and stderr."""
+    assert isinstance(ui.out, io.StringIO)
+    assert isinstance(ui.err, io.StringIO)
+    return ui.out.getvalue(), ui.err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("process", "all_print", "expected"),
+    [
+        (None, False, "step 1\nwarning: full\n"),
+        (0, False, "step 1\nwarning: process 0: full\n"),
+        (1, False, "warning: process 1: full\n"),
+        (0, True, "process 0: step 1\nwarning: process 0: full\n"),
+        (12, True, "process 12: step 1\nwarning: process 12: full\n"),
+    ],
+)
+def test_notes_and_warnings_have_the_process_prefix(
+    process: int | None, all_print: bool, expected: str
+):
+    ui = open_streams(process, all_print=all_print)
+    ui.note("step 1")
+    ui.warn("full")
+    assert texts(ui) == ("", expected)
+
+
+@pytest.mark.parametrize(("process", "expected"), [(None, "run/4\n"), (0, "run/4\n"), (1, "")])
+def test_process_0_prints_the_result(process: int | None, expected: str):
+    ui = open_streams(None)
+    assert ui.finish(Report("run/4", process=process)) == OK
+    assert texts(ui) == (expected, "")
+
+
+def test_other_processes_print_no_json_and_label_errors():
+    error = PrepError("no data", "the folder is empty")
+    first, second = (open_streams(None, as_json=True) for _ in range(2))
+    assert (
+        first.finish(Report(error=error, process=0))
+        == second.finish(Report(error=error, process=1))
+        == FAILED
+    )
+    assert json.loads(texts(first)[0])["error"]["what"] == "no data"
+    assert texts(first)[1].startswith("error: process 0: no data\n")
+    assert texts(second) == ("", "error: process 1: no data\n  why: the folder is empty\n")
+
+
+@pytest.mark.parametrize("code", [STOPPED, INTERRUPTED])
+def test_process_0_reports_a_stop_of_all(code: int):
+    ui = open_streams(None, as_json=True)
+    assert ui.finish(Report(error=PrepError("stopped by SIGTERM", code=code), process=1)) == code
+    assert texts(ui) == ("", "")
+
+
+def test_fail_uses_the_process_of_the_error():
+    ui = open_streams(None)
+    with pytest.raises(PrepError) as caught, label_errors(3):
+        raise PrepError("no data")
+    assert process_of(caught.value) == 3
+    assert ui.fail(caught.value) == FAILED
+    assert texts(ui) == ("", "error: process 3: no data\n")
+    assert process_of(PrepError("other")) is None
+
+
+def test_other_processes_show_no_progress():
+    assert isinstance(open_streams(1, all_print=True).progress(), NullProgress)
+
+
+@dataclass
+class Handle:
+    """A display handle that records what it shows."""
+
+    shown: list[str] = field(default_factory=list)
+
+    def update(self, shown: str) -> None:
+        self.shown.append(shown)
+
+
+@pytest.fixture
+def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
+    """Install a module `IPython.display` with the two names that prep uses."""
+    handle = Handle()
+    display: Any = ModuleType("IPython.display")
+    display.HTML = str
+    display.display = lambda shown, display_id: handle
+    package: Any = ModuleType("IPython")
+    package.display = display
+    monkeypatch.setitem(sys.modules, "IPython", package)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    return handle
+
+
+def test_notebook_block_replaces_its_escaped_lines(handle: Handle):
+    block = NotebookBlock()
+    block.draw([[("loss ", ""), ("<2>", "bold")], [("step 3", "")]])
+    block.close()
+    assert handle.shown == ["<pre>loss &lt;2&gt;\nstep 3</pre>"]
+
+
+def test_notebook_observer_prints_notes_and_warnings(
+    handle: Handle, capsys: pytest.CaptureFixture[str]
+):
+    observer = run_observer_of("notebook")
+    assert isinstance(observer, NotebookObserver)
+    assert isinstance(observer, RunObserver)
+    observer.note("a note")
+    observer.note("a detail", 1)
+    observer.warn("a risk")
+    assert capsys.readouterr().out == "a note\nwarning: a risk\n"
+
+
+def test_notebook_without_ipython_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "IPython", None)
+    with pytest.raises(PrepError, match="IPython is not installed"):
+        run_observer_of("notebook")
+
+
+def test_other_texts_of_progress_are_errors():
+    wrong: Any = "bar"
+    with pytest.raises(UsageError, match="the only text is 'notebook'"):
+        run_observer_of(wrong)
+
+
+def test_errors_are_one_message_in_a_notebook():
+    error = UsageError("no room", "it takes 3 GB", text("use {}", Option("out", "x")))
+    render: Any = error._render_traceback_
+    assert render() == ["UsageError: no room", "  why: it takes 3 GB", ' hint: use `out="x"`']
+    assert PrepError("only what")._render_traceback_() == ["PrepError: only what"]
+
+
+def test_ipython_shows_errors_without_a_traceback(capsys: pytest.CaptureFixture[str]):
+    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell()
+    shell.run_cell("import prepcli as prep\nprep.inspect('no/such/model/here')")
+    shown = capsys.readouterr().out
+    assert "Traceback" not in shown
+    assert len(shown.splitlines()) < 6
+
+
+def test_results_are_tables_in_a_notebook():
+    no_plan: Any = None
+    result = Conversion(
+        Path("a<b"),
+        bytes_read=3 << 20,
+        bytes_written=0,
+        seconds=2.0,
+        peak_bytes=0,
+        already_done=False,
+        plan_digest="",
+        plan=no_plan,
+        stage_seconds={"read": 1.25, "write": 133.0},
+    )
+    page: Any = result._repr_html_()
+    assert "<caption>Conversion</caption>" in page
+    assert "<td>a&lt;b</td>" in page
+    assert "<tr><th>bytes_read</th><td>3.0 MiB</td></tr>" in page
+    assert "<td>read 1.2 s, write 2 min 13 s</td>" in page
+    assert "details" not in page
+
+
+def test_training_is_shown_in_the_output_of_a_cell(handle: Handle, work_dir: Path):
+    run = prep.train("recipe.toml", "run", overrides=["train.steps=2"], progress="notebook")
+    assert run.is_finished
+    assert "finished" in handle.shown[-1]
+    assert run.metrics["step"] == [1, 2]
+
+
+def test_metrics_of_a_run_are_columns_by_step(tmp_path: Path):
+    lines = (
+        '{"step": 0, "eval_loss": 3.0}\n{"step": 1, "loss": 2.5}\n'
+        '{"step": 2, "loss": 2.0}\n{"step": 2, "eval_loss": 1.5}\n'
+    )
+    (tmp_path / METRICS_FILE).write_text(lines)
+    run = TrainingRun(tmp_path, step=2, is_finished=True, seconds=1.0)
+    columns = {"step": [0, 1, 2], "eval_loss": [3.0, None, 1.5], "loss": [None, 2.5, 2.0]}
+    assert run.metrics == columns
+    assert TrainingRun(tmp_path / "none", step=0, is_finished=False, seconds=0.0).metrics == {}
+    assert prep.TrainingRun is TrainingRun

@@ -1,4 +1,4 @@
-"""`prep demo`: it runs all steps, reports failed ones, and keeps folders of the user."""
+"""`prep demo`: it runs all steps, reports failed ones, and keeps folders of the user. Its model is valid."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ from prepcli.commands.demo.run import (
     logged_losses,
     run_demo,
 )
-from prepcli.commands.demo.tiny_model import STEPS, VOCABULARY
+from prepcli.commands.demo.tiny_model import CONFIG, STEPS, VOCABULARY, write_tiny_model
 from prepcli.core.errors import FAILED, OK, USAGE, PrepError
 from prepcli.core.observer import PacedNotes
 from prepcli.formats.manifest import MANIFEST_FILE, STATE_ITEM
 from prepcli.planning.item_storage import METADATA_FILE
+from prepcli.sources.locate import locate
+from prepcli.sources.opening import open_source
 from tests import CACHE, FLAGS
 from tests.helpers.tiny_checkpoints import read_tensors, same_bits
 from trainer.training.metrics import METRICS_FILE
@@ -375,3 +377,54 @@ def test_kill_step_fails_if_the_command_ends_first(tmp_path: Path) -> None:
     step = replace(BY_TITLE["save an init, kill -9"], args=("models",))
     with pytest.raises(PrepError, match="ended 5 times before it could be killed"):
         step.run(tmp_path, step)
+
+
+SENTENCE = "ba zul mou fen"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "tiny"
+    write_tiny_model(folder)
+    return folder
+
+
+def test_tiny_model_is_a_valid_source(model: Path) -> None:
+    source = open_source(locate(str(model)))
+    assert source.family.name == "gpt_neo"
+    assert len(source.files) == 3
+    assert source.vocabulary().true_size == len(set(VOCABULARY)) == 257
+    assert [path.name for path in source.side_files] == [
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+
+
+def test_tiny_model_has_deterministic_bytes(model: Path, tmp_path: Path) -> None:
+    nbytes = write_tiny_model(tmp_path / "again")
+    assert nbytes == sum(tensor.nbytes for tensor in open_source(locate(str(model))).tensors)
+    for path in model.iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
+
+
+def test_tiny_model_tokenizes_every_word(model: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == CONFIG["vocab_size"]
+    assert tokenizer.encode(" ".join(VOCABULARY)).ids == list(range(len(VOCABULARY)))
+    assert tokenizer.encode("stranger").ids == [VOCABULARY.index("<unk>")]
+
+
+@pytest.mark.slow
+def test_tiny_model_loads_in_transformers(model: Path) -> None:
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        model, output_loading_info=True
+    )
+    assert {name: list(problems) for name, problems in info.items() if problems} == {}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    ids = tokenizer(SENTENCE, return_tensors="pt")
+    assert tokenizer.decode(ids["input_ids"][0]) == SENTENCE
+    assert loaded(**ids).logits.shape == (1, 4, 257)

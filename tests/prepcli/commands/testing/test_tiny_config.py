@@ -1,17 +1,27 @@
-"""Tiny configs of published models: valid, small, and of the same choices."""
+"""Tiny configs of published models, their random tensors, and small checkpoints."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from pathlib import Path
+from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 from bench.published import PUBLISHED, published_config
+from prepcli.commands.operations import model_outputs
 from prepcli.commands.testing import tiny_config as module
+from prepcli.commands.testing.checkpoints import read_checkpoint, write_checkpoint
 from prepcli.commands.testing.tiny_config import scale_down
-from prepcli.core.errors import UsageError
+from prepcli.commands.testing.tiny_model import exact_log, random_tensors, tensor_shapes
+from prepcli.core.errors import PrepError, UsageError
 from prepcli.models.registry import FAMILIES, family_of
-from tests.helpers.tiny_configs import ODD_HEADS
+from tests.helpers.later_configs import LATER_FAMILIES
+from tests.helpers.tiny_checkpoints import read_tensors, same_bits
+from tests.helpers.tiny_configs import GPT_NEOX, ODD_HEADS, T5
 
 CONFIGS = {name: published_config(name) for name in PUBLISHED}
 BARE = {name: {"model_type": name} for name in FAMILIES}  # every field has its default
@@ -205,3 +215,65 @@ def test_unknown_size_field_is_a_usage_error(monkeypatch: pytest.MonkeyPatch):
         UsageError, match=r"this config cannot be scaled down - 3,\d+,\d+ elements remain"
     ):
         scale_down(CONFIGS["llama-7b"])
+
+
+def test_exact_log_rounds_the_exact_logarithm():
+    torch = pytest.importorskip("torch")
+    values = np.arange(1, 5000, dtype=np.float32) / np.float32(7)
+    with exact_log():
+        logs = torch.log(torch.tensor(values))
+    assert logs.dtype == torch.float32
+    np.testing.assert_array_equal(
+        logs.numpy(), np.array([math.log(value) for value in values], np.float32)
+    )
+
+
+def test_exact_log_restores_torch_log_after_an_error():
+    torch = pytest.importorskip("torch")
+    native_log = torch.log
+    with pytest.raises(TypeError), exact_log():
+        torch.log(torch.tensor(1.0), "no such argument")
+    assert torch.log is native_log
+
+
+@pytest.mark.parametrize(
+    ("config", "head"), [(GPT_NEOX, "embed_out.weight"), (T5, "lm_head.weight")], ids=["neox", "t5"]
+)
+def test_untied_head_has_one_tensor(config: dict[str, Any], head: str):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    shapes = tensor_shapes(config | {"tie_word_embeddings": False})
+    heads = [name for name in shapes if name in ("embed_out.weight", "lm_head.weight")]
+    assert heads == [head]
+
+
+def test_random_factors_of_the_residual_stream_are_around_one():
+    # Factors around 0 would leave a residual stream of rounding errors.
+    tensors = random_tensors(LATER_FAMILIES["doge"])
+    factors = [tensor for name, tensor in tensors.items() if name.endswith("_residual")]
+    assert len(factors) == 4
+    for values in factors:
+        assert abs(values.mean() - 1) < 0.2
+        assert 0.1 < np.std(values) < 0.3
+
+
+def test_missing_reference_packages_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(model_outputs, "find_spec", lambda name: None)
+    with pytest.raises(PrepError) as caught:
+        tensor_shapes(ODD_HEADS["gpt2"])
+    assert caught.value.why == "torch and transformers not installed"
+    assert caught.value.hint == "pip install 'prepcli[hf]' torch"
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_read_checkpoint_returns_written_tensors(tmp_path: Path, files: int):
+    rng = np.random.default_rng(0)
+    tensors = {
+        f"layers.{i}.weight": rng.standard_normal((3, 5)).astype(dtype)
+        for i, dtype in enumerate(("float32", ml_dtypes.bfloat16, "float16"))
+    }
+    folder = write_checkpoint(tmp_path / "model", {"model_type": "llama"}, tensors, files)
+    assert len(list(folder.glob("*.safetensors"))) == files
+    for read in (read_checkpoint, read_tensors):
+        assert read(folder).keys() == tensors.keys()
+        assert all(same_bits(tensor, tensors[name]) for name, tensor in read(folder).items())
