@@ -9,6 +9,7 @@ token that ends the turn.
 from __future__ import annotations
 
 import datetime
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,19 @@ CONVERSATIONS: Mapping[str, Conversation] = {
     ),
     "ends with user": Conversation([user("Hi"), assistant("Hello!"), user("So?")]),
 }  # fmt: skip
+
+
+def with_contents(conversation: Conversation, *, has_text_arguments: bool) -> Conversation:
+    """Return a conversation with empty texts for absent contents, and with arguments as JSON texts or objects."""
+    messages: list[JsonObject] = []
+    for message in conversation.messages:
+        if "tool_calls" in message:
+            calls = json.loads(json.dumps(message["tool_calls"]))
+            for item in calls if has_text_arguments else ():
+                item["function"]["arguments"] = json.dumps(item["function"]["arguments"])
+            message = {**message, "content": "", "tool_calls": calls}
+        messages.append(message)
+    return Conversation(messages, conversation.tools)
 
 
 def read_marked_texts(file: Path) -> dict[str, str]:

@@ -271,7 +271,6 @@ def test_missing_group_size_names_the_settings_file():
 torch = lazy_module("torch")
 quantization = lazy_module("compressed_tensors.quantization")
 packing = lazy_module("compressed_tensors.compressors.pack_quantized.helpers")
-Arrays = dict[str, np.ndarray]
 
 
 def random_words(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

@@ -188,7 +188,6 @@ mxfp4 = lazy_module("transformers.integrations.mxfp4")
 nvfp4 = lazy_module("compressed_tensors.compressors.nvfp4")
 quantization = lazy_module("compressed_tensors.quantization")
 E4M3 = ml_dtypes.float8_e4m3fn
-Arrays = dict[str, np.ndarray]
 
 
 def random_experts(seed: int, experts: int, rows: int, groups: int) -> Arrays:
