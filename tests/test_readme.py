@@ -23,7 +23,7 @@ import pytest
 
 from prepcli.commands.cli.docs_page import cli_page
 from prepcli.commands.cli.main import main
-from prepcli.commands.cli.root import COMMANDS, command_group
+from prepcli.commands.cli.root import all_commands, command_group
 from prepcli.commands.demo.tiny_model import learnable_text, write_tiny_model
 from prepcli.commands.testing.checkpoints import read_checkpoint
 from prepcli.core.errors import OK, STOPPED
@@ -319,7 +319,7 @@ def test_site_lists_every_page() -> None:
 def test_home_of_the_site_lists_every_command() -> None:
     home = (ROOT / "docs" / "index.md").read_text()
     listed = re.findall(r"^\| `prep ([a-z-]+)` \|", home, re.MULTILINE)
-    names = dict.fromkeys(command.group or command.name for command in COMMANDS)
+    names = dict.fromkeys(command.group or command.name for command in all_commands())
     assert listed == [name for name in names if name != "map"], "the order of `prep --help`"
     assert blocks(README)[0] in blocks(ROOT / "docs" / "index.md"), "the same line installs prep"
     assert "](overview.svg)" in home

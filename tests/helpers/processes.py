@@ -6,14 +6,15 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from prepcli.core.compilation_cache import FOLDER_VARIABLE
 from prepcli.launch import local
-from tests import CACHE, FLAGS
+from tests import FLAGS
 from tests.helpers.fork_server import ForkedProcess, start_python
 from tests.helpers.waiting import MAX_S
 
 # Variables that started processes get from the process of the tests.
 COMPILATION = (
-    *(FLAGS, CACHE),
+    *(FLAGS, FOLDER_VARIABLE),
     *("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"),
 )
 # JAX reads these variables when it is imported, which happens before the processes are forked.

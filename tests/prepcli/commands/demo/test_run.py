@@ -32,13 +32,14 @@ from prepcli.commands.demo.run import (
     run_demo,
 )
 from prepcli.commands.demo.tiny_model import CONFIG, STEPS, VOCABULARY, write_tiny_model
+from prepcli.core.compilation_cache import FOLDER_VARIABLE
 from prepcli.core.errors import FAILED, OK, USAGE, PrepError
 from prepcli.core.observer import PacedNotes
 from prepcli.formats.manifest import MANIFEST_FILE, STATE_ITEM
 from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
-from tests import CACHE, FLAGS
+from tests import FLAGS
 from tests.helpers.tiny_checkpoints import read_tensors, same_bits
 from trainer.training.metrics import METRICS_FILE
 
@@ -129,7 +130,10 @@ def test_demo_runs_all_conversions(
 @pytest.mark.slow
 def test_demo_runs_all_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo itself also checks the results of its steps."""
-    for name in (FLAGS, CACHE):  # the demo computes more than it compiles, and has its own cache
+    for name in (
+        FLAGS,
+        FOLDER_VARIABLE,
+    ):  # the demo computes more than it compiles, and has its own cache
         monkeypatch.delenv(name, raising=False)
     steps = run_steps(tmp_path / "out", [*COMMANDS, *TRAINING])
     check_conversions(tmp_path / "out", steps)

@@ -12,7 +12,7 @@ import pytest
 
 from prepcli.commands.cli.main import main
 from prepcli.commands.cli.option_groups import complete_page
-from prepcli.commands.cli.root import COMMANDS
+from prepcli.commands.cli.root import all_commands
 from prepcli.commands.console.ui import Report
 from prepcli.commands.operations.about import (
     MOVED_PAGES,
@@ -84,8 +84,8 @@ def test_names_of_earlier_pages_find_the_new_ones():
 
 
 def test_help_names_the_guide(capsys: Capture):
-    assert [command.name for command in COMMANDS if not command.guide] == ["docs"]
-    for command in COMMANDS:
+    assert [command.name for command in all_commands() if not command.guide] == ["docs"]
+    for command in all_commands():
         if command.guide:
             assert command.guide in page_names()
             assert main([*f"{command.group} {command.name}".split(), "--help"]) == OK

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.commands.cli.root import COMMANDS
+from prepcli.commands.cli.root import all_commands
 from prepcli.commands.operations.launch import submit_line, submit_script
 from prepcli.core.errors import FAILED, OK, USAGE
 from prepcli.formats.manifest import saved_steps
@@ -299,7 +299,7 @@ def test_recipe_may_have_the_name_of_a_command(capsys: Capture):
     assert "prep train train" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [each.name for each in COMMANDS if not each.group])
+@pytest.mark.parametrize("name", [each.name for each in all_commands() if not each.group])
 def test_parser_knows_every_command(name: str, capsys: Capture):
     """A new command can be launched without a change of `prep launch`."""
     assert main(["launch", "slurm", "--", name, "--help"]) == OK

@@ -13,7 +13,7 @@ import pytest
 import prepcli as prep
 from prepcli.commands.cli import root
 from prepcli.commands.cli.launch import ENGINE_COMMANDS
-from prepcli.commands.cli.root import COMMANDS
+from prepcli.commands.cli.root import all_commands
 from prepcli.commands.console.ui import open_ui
 from prepcli.commands.operations import conversion
 from prepcli.commands.operations.checkpoint_options import CommonOptions, open_checkpoint
@@ -179,7 +179,7 @@ def test_dry_run_rejects_invalid_options(
 # Options that are defined once: what the recorded command line and the commands derive from them
 
 
-COMMAND_FUNCTIONS = {command.name: command.function for command in COMMANDS}
+COMMAND_FUNCTIONS = {command.name: command.function for command in all_commands()}
 # The keyword options of the function of each command.
 OPTIONS_BY_COMMAND: dict[str, type] = {
     "pad-vocab": PadVocabOptions,
