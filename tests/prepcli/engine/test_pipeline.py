@@ -166,7 +166,7 @@ def test_pipeline_saves_and_exports_the_same_bytes(tmp_path_factory, count: int)
         streams = save_plan.plan.streams
         coverage.check(save_plan.plan, limit)
         policy = WritePolicy(0, has_direct=data.draw(st.booleans()))
-        result = save(save_plan, tmp, limit, policy=policy)
+        result = save(save_plan, tmp, limit, policy=policy, has_threads=data.draw(st.booleans()))
         check_leaves(save_plan, tmp, rows, save_plan.tensors)
         read = [digest.read for digest in result.digests.values()]
         assert read == digests_of(save_plan.tensors.values())
@@ -190,7 +190,7 @@ def test_pipeline_casts_while_saving_and_exporting(tmp_path_factory, count: int)
         save_plan = draw_plan(data, rows, shift, cast)
         tensors = save_plan.tensors
         coverage.check(save_plan.plan, limit)
-        result = save(save_plan, tmp, limit)
+        result = save(save_plan, tmp, limit, has_threads=data.draw(st.booleans()))
         written = {name: tensor.astype(numpy_dtype(cast)) for name, tensor in tensors.items()}
         bits = {name: tensor.view(np.int16) for name, tensor in written.items()}
         check_leaves(save_plan, tmp, rows, bits)
@@ -282,11 +282,12 @@ def test_killed_run_resumes_to_the_same_bytes(tmp_path_factory, count: int):
         streams = save_plan.plan.streams
         stop = data.draw(st.integers(0, len(split_streams(streams, 8))))
         durable = DurableUnit(streams)
+        options: dict[str, Any] = {"observer": durable, "has_threads": data.draw(st.booleans())}
         try:
-            save(save_plan, tmp, 8, progress=Stopping(stop), observer=durable)
+            save(save_plan, tmp, 8, progress=Stopping(stop), **options)
         except Killed:
             assert not durable.is_complete
-        result = save(save_plan, tmp, 64, units=durable.resumed(), observer=durable)
+        result = save(save_plan, tmp, 64, units=durable.resumed(), **options)
         assert durable.is_complete
         check_leaves(save_plan, tmp, rows, save_plan.tensors)
         read = [digest.read for digest in result.digests.values()]

@@ -21,7 +21,7 @@ import pytest
 import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.observer import NullProgress
-from prepcli.engine import budget, pipeline
+from prepcli.engine import budget, files, pipeline
 from prepcli.engine.conversion_result import ConversionResult
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import Pipeline
@@ -415,11 +415,18 @@ def lane_counts(sources: FaultSources, monkeypatch: MonkeyPatch) -> list[int]:
     return counts
 
 
+@pytest.fixture(params=slow_except(["disk", "memory"], ["memory"]))
+def place(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> None:
+    """Treat all files as files on a disk, or as files of a file system in memory."""
+    monkeypatch.setattr(files, "is_in_memory", lambda fd: request.param == "memory")
+
+
 @pytest.mark.parametrize(
     "command",
     [*slow_except(COMMANDS.values(), [COMMANDS["export"]]), CAST],
     ids=[*COMMANDS, "cast"],
 )
+@pytest.mark.usefixtures("place")
 def test_lanes_write_the_bytes_of_one_pipeline(
     sources: FaultSources, lane_counts: list[int], command: Sequence[str]
 ):
@@ -428,6 +435,7 @@ def test_lanes_write_the_bytes_of_one_pipeline(
     assert read_files(Path("out")) == sources.expected(command)
 
 
+@pytest.mark.usefixtures("place")
 def test_killed_lanes_are_resumed(
     sources: FaultSources, lane_counts: list[int], capsys: Capture, monkeypatch: MonkeyPatch
 ):
@@ -449,6 +457,7 @@ def flip_written_bytes(partial: Path) -> None:
 
 
 @pytest.mark.parametrize("call", slow_except(["preadv", "pwritev"], ["pwritev"]))
+@pytest.mark.usefixtures("place")
 def test_error_of_one_lane_ends_the_others(
     sources: FaultSources,
     lane_counts: list[int],

@@ -27,6 +27,7 @@ from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.run_cli import Capture, exported_tensors, run_failing, run_json, run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import (
     LLAMA,
     assert_same,
@@ -34,6 +35,7 @@ from tests.helpers.tiny_checkpoints import (
     read_tensors,
 )
 
+serialization = lazy_module("flax.serialization")
 torch = lazy_module("torch")
 Write = Callable[[Path, dict[str, np.ndarray]], None]
 
@@ -78,8 +80,27 @@ def write_torch(folder: Path, foreign: dict[str, np.ndarray]) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG))
 
 
-def test_map_reads_views_of_a_pytorch_file(tensors: dict[str, np.ndarray]):
-    write_torch(Path("other"), foreign_tensors(tensors))
+def write_orbax(folder: Path, foreign: dict[str, np.ndarray]) -> None:
+    """Write an Orbax item with several chunks per leaf, and a config."""
+    saver = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    save_args: dict[str, ocp.SaveArgs] = {}
+    for name, value in foreign.items():
+        save_args[name] = ocp.SaveArgs(chunk_byte_size=max(4, value.nbytes // 2))
+    saver.save(folder.absolute(), args=ocp.args.PyTreeSave(foreign, save_args=save_args))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+
+
+def write_flax(folder: Path, foreign: dict[str, np.ndarray]) -> None:
+    folder.mkdir()
+    (folder / "flax_model.msgpack").write_bytes(serialization.msgpack_serialize(dict(foreign)))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+
+
+@pytest.mark.parametrize(
+    "write", slow_except([write_orbax, write_torch, write_flax], [write_torch])
+)
+def test_maps_read_every_format(tensors: dict[str, np.ndarray], write: Write):
+    write(Path("other"), foreign_tensors(tensors))
     run_ok("save-init", "other", "--map", "own.map", "--out", "init")
     run_ok("verify", "init", "llama")
     assert_same(exported_tensors("init"), tensors)

@@ -67,8 +67,9 @@ def write_weights_folder(folder: str, weights: bytes, file: str = "pytorch_model
 
 
 # Without torch
-def test_init_from_bin_equals_safetensors() -> None:
-    tensors = make_checkpoint(Path("m"), LLAMA, legacy=True)
+@pytest.mark.parametrize("dtype", slow_except(["float32", "bfloat16", "float16"], ["bfloat16"]))
+def test_init_from_bin_equals_safetensors(dtype: str) -> None:
+    tensors = make_checkpoint(Path("m"), LLAMA, dtype, legacy=True)
     write_weights_folder("b", make_torch_file(tensors))
     for source in ("m", "b"):
         run_ok("save-init", f"./{source}", "--mesh", "1,2,4", "--pad-vocab", "auto")
