@@ -22,6 +22,7 @@ from trainer.data.order import (
     RowOrder,
     eval_batches,
     mix_by_weight,
+    num_eval_batches,
     pattern_counts,
     permute,
 )
@@ -112,6 +113,7 @@ def test_eval_batches_cover_each_row_once(n_rows: int, batch_size: int, limit: i
     batches = [rows.tolist() for rows in eval_batches(n_rows, batch_size, limit=limit)]
     rows = [row for batch in batches for row in batch]
     count = min(n_rows, limit or n_rows)
+    assert len(batches) == num_eval_batches(n_rows, batch_size, limit=limit)
     assert all(len(batch) == batch_size for batch in batches)
     assert rows == [*range(count), *[-1] * (-count % batch_size)]
 
