@@ -16,7 +16,7 @@ DATA = {
 def index_readme() -> str:
     """Return the README without its pictures and relative links, which lead nowhere on the page of a package index."""
     readme = Path("README.md").read_text(encoding="utf-8")
-    readme = re.sub(r"^!\[[^]]*\]\((?!https:)[^)]*\)\n\n", "", readme, flags=re.MULTILINE)
+    readme = re.sub(r"^!\[[^]]*\]\((?!https:)[^)]*\)\n+", "", readme, flags=re.MULTILINE)
     return re.sub(r"\[([^]]+)\]\((?!https:)[^)]*\)", r"\1", readme)
 
 

@@ -34,7 +34,7 @@ PARTS = {
     "first step": ("trainer.run.train", "take_steps"),
 }
 RECIPE = """\
-model.path = "init"
+model.path = "{init}"
 data = {{ path = "text.txt", seq_length = {length} }}
 batch.size = {batch}
 optimizer.lr = 1e-4
@@ -56,14 +56,13 @@ def timed(call: Callable[..., Any], part: str, seconds: dict[str, float]) -> Cal
     return run
 
 
-def train_timed(words: list[str]) -> dict[str, float]:
-    """Run a command in this process, and return the seconds of its parts."""
-    start_s = time.time() - time.clock_gettime(time.CLOCK_PROCESS_CPUTIME_ID)
+def train_timed(words: list[str], start_s: float) -> dict[str, float]:
+    """Run a command in this process, which began at the time `start_s`, and return the seconds of its parts."""
     # As the command does it before its first import of JAX
     use_compilation_cache(os.environ)
     from prepcli.commands.cli.main import main
 
-    seconds: dict[str, float] = {"imports": 0.0}
+    seconds: dict[str, float] = {}
     for part, (module, name) in PARTS.items():
         owner: Any = importlib.import_module(module)
         *classes, attribute = name.split(".")
@@ -71,6 +70,7 @@ def train_timed(words: list[str]) -> dict[str, float]:
             owner = getattr(owner, class_name)
         setattr(owner, attribute, timed(getattr(owner, attribute), part, seconds))
     seconds["imports"] = time.time() - start_s
+    # The order of the parts is the order of the table.
     if code := main(words):
         raise SystemExit(code)
     # A step contains the compilation of the loop's programs.
@@ -81,7 +81,8 @@ def train_timed(words: list[str]) -> dict[str, float]:
 
 def start(folder: Path, run: str) -> dict[str, float]:
     """Start a training in a new process, and return the seconds of its parts."""
-    code = f"import json; from bench.first_step import train_timed; print(json.dumps(train_timed({words_of(run)!r})))"
+    call = f"train_timed({words_of(run)!r}, {time.time()})"
+    code = f"import json; from bench.first_step import train_timed; print(json.dumps({call}))"
     environ = {**os.environ, "XDG_CACHE_HOME": str(folder / "caches")}
     environ.pop(FOLDER_VARIABLE, None)
     process = subprocess.run(
@@ -103,17 +104,25 @@ def words_of(run: str) -> list[str]:
 def prepare(folder: Path, model: str, *, length: int, batch: int) -> None:
     """Write a model of random values, its initial checkpoint, a text and a recipe."""
     folder.mkdir(parents=True, exist_ok=True)
+    init = f"init-{Path(model).stem}"
     words = random.Random(0).choices(
         ["the", "of", "and", "to", "in", "is", "that", "it"], k=200_000
     )
     (folder / "text.txt").write_text(" ".join(words))
-    (folder / "recipe.toml").write_text(RECIPE.format(length=length, batch=batch))
-    if not (folder / "init").exists():
+    (folder / "recipe.toml").write_text(RECIPE.format(init=init, length=length, batch=batch))
+    if not (folder / init).exists():
         prep = [sys.executable, "-m", "prepcli"]
         subprocess.run(
-            [sys.executable, "-m", "bench.models", model, str(folder / "hf")], check=True
+            [sys.executable, "-m", "bench.models", model, str(folder / f"hf-{Path(model).stem}")],
+            check=True,
         )
-        init = ["save-init", str(folder / "hf"), "--out", str(folder / "init"), "--quiet"]
+        init = [
+            "save-init",
+            str(folder / f"hf-{Path(model).stem}"),
+            "--out",
+            str(folder / init),
+            "--quiet",
+        ]
         subprocess.run([*prep, *init], check=True, stdout=subprocess.DEVNULL)
 
 

@@ -43,7 +43,7 @@ flags = [*(flag for flag in compile_flags if flag not in user_flags), *user_flag
 os.environ[FLAGS] = " ".join(flags)
 if FOLDER_VARIABLE not in os.environ:
     cache_folder = compilation_cache_folder("prep-tests")
-    delete_old_entries(cache_folder, CACHE_DAYS)
+    delete_old_entries(cache_folder.parent, CACHE_DAYS)
     os.environ |= {
         FOLDER_VARIABLE: str(cache_folder),
         MIN_SECONDS_VARIABLE: "0",

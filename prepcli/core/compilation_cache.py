@@ -19,11 +19,12 @@ from pathlib import Path
 
 FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 MIN_SECONDS_VARIABLE = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-# Of a program that is kept. JAX's own minimum of 1 s leaves out the programs that check a kernel before each run.
+XLA_VARIABLE = "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"
+# Minimum compilation time of a kept program, in seconds. JAX's own minimum of 1 s leaves out the programs that check a
+# kernel before each run.
 MIN_SECONDS = "0.1"
-# Folders of each user are inside this one of `~/.cache`.
+# Path inside the user's cache folder
 DEFAULT_NAME = "prep/compiled"
-# Older entries are deleted, which bounds the folder and ends entries that a killed process left incomplete.
 MAX_AGE_DAYS = 30
 
 
@@ -40,25 +41,26 @@ def use_compilation_cache(environ: MutableMapping[str, str]) -> None:
         return
     try:
         folder = compilation_cache_folder(DEFAULT_NAME)
+        if not _is_private(folder):
+            return
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-    except (OSError, RuntimeError):
-        # There is no home folder, or it is read-only.
+        delete_old_entries(folder.parent, MAX_AGE_DAYS)
+    except (OSError, RuntimeError, ImportError):
+        # There is no home folder, it is read-only, or jaxlib is not installed.
         return
-    # A loaded program runs with the rights of this user, so that nobody else may write it.
-    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return
-    delete_old_entries(folder, MAX_AGE_DAYS)
     environ[FOLDER_VARIABLE] = str(folder)
     environ.setdefault(MIN_SECONDS_VARIABLE, MIN_SECONDS)
-    # JAX compiles a program again if it cannot read or write an entry, e.g. on a full disk.
-    warnings.filterwarnings("ignore", message="Error .* persistent compilation cache entry")
+    # XLA's own files of trials of kernels have no age, and a full disk would be an error of the compilation.
+    environ.setdefault(XLA_VARIABLE, "none")
+    # On a full disk the program is compiled again by the next start.
+    warnings.filterwarnings("ignore", message="Error writing persistent compilation cache entry")
 
 
 def is_default_folder(environ: MutableMapping[str, str]) -> bool:
     """Return whether `use_compilation_cache` has chosen the folder of this process."""
+    folder = environ.get(FOLDER_VARIABLE, "")
     try:
-        return environ.get(FOLDER_VARIABLE) == str(compilation_cache_folder(DEFAULT_NAME))
+        return Path(folder).parent == _cache_folder() / DEFAULT_NAME
     except RuntimeError:
         return False
 
@@ -74,22 +76,42 @@ def compilation_cache_folder(name: str) -> Path:
 
     Raises:
         RuntimeError: The user has no home folder.
+        ImportError: jaxlib is not installed.
     """
     processor: set[str] = set()
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         processor = {line for line in file if line.startswith(("model name", "flags", "Features"))}
     facts = [*sorted(processor), str(len(os.sched_getaffinity(0)))]
     digest = hashlib.sha256("".join(facts).encode()).hexdigest()[:12]
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return caches / name / f"{python}-jaxlib{version('jaxlib')}-{digest}"
+    return _cache_folder() / name / f"{python}-jaxlib{version('jaxlib')}-{digest}"
 
 
-def delete_old_entries(folder: Path, max_age_days: float) -> None:
-    """Delete the entries of a folder of compiled programs that were written more than `max_age_days` ago."""
+def delete_old_entries(root: Path, max_age_days: float) -> None:
+    """Delete the entries in all folders of compiled programs that were written more than `max_age_days` ago."""
     oldest = time.time() - max_age_days * 24 * 3600
-    for path in folder.glob("*"):
-        # Another process may delete the same entry. Folders are those of XLA on accelerators.
+    for path in root.glob("*/*"):
+        # Another process may delete the same entry. XLA makes folders on accelerators.
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < oldest:
                 path.unlink()
+
+
+def _cache_folder() -> Path:
+    """Return the user's cache folder. Raise RuntimeError if the user has no home folder."""
+    # The XDG specification ignores relative paths.
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return folder if folder.is_absolute() else Path.home() / ".cache"
+
+
+def _is_private(folder: Path) -> bool:
+    """Return whether a folder, or the nearest existing one above it, belongs to this user alone. Raise OSError.
+
+    A loaded program runs with the rights of this user, so that nobody else may write it. A root user with the home
+    folder of another user must not create folders there.
+    """
+    if not _cache_folder().parent.is_dir():
+        return False
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    status = existing.stat()
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -397,17 +397,16 @@ def open_blobs(
 
 
 def can_share_reader(blobs: Sequence[object]) -> bool:
-    """Return whether several threads can read through one reader: all are files on a disk of this machine."""
+    """Return whether several threads can read through one reader: all are files of this machine."""
     # Each reader of blobs has a cache of decoded chunks, which must have room for the largest of them.
     return all(isinstance(blob, Path) for blob in blobs)
 
 
 class FilesAndBlobs(ClosedAfterBlock):
-    """A reader of numbered files and blobs.
+    """A reader of numbered files and blobs."""
 
-    Attributes:
-        are_in_memory: Whether all are files on a file system without a disk, such as tmpfs.
-    """
+    # Blobs are decoded, or come from a store.
+    are_in_memory: ClassVar[bool] = False
 
     def __init__(self, blobs: Sequence[Path | Blob], cache: BlockCache) -> None:
         # The reader of each blob, or the number of its file in `_files`.
@@ -425,7 +424,6 @@ class FilesAndBlobs(ClosedAfterBlock):
                 stack.callback(reader.close)
                 self._readers.append(reader)
             self._stack = stack.pop_all()
-        self.are_in_memory = can_share_reader(blobs) and self._files.are_in_memory
 
     def close(self) -> None:
         """Close the files and the readers of the blobs."""

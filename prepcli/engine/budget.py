@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -23,7 +23,7 @@ MAX_SLAB_NBYTES = 32 * MIB
 MAX_BUFFERS = 8
 # Lanes of a process: pipelines that run at the same time. A few saturate the memory and the disk.
 MAX_LANES = 4
-# A lane with less has small buffers, and one that moves less is not worth its threads.
+# A lane with less has small buffers, and one that moves less is not worth a thread.
 MIN_LANE_MEMORY_NBYTES = 128 * MIB
 MIN_LANE_NBYTES = 16 * MIB
 # Memory for buffers, in addition to the reserve and matrices.
@@ -116,6 +116,21 @@ def count_lanes(
         moved_nbytes // MIN_LANE_NBYTES,
     )
     return max(1, min(counts))
+
+
+def lanes_have_threads(unit_nbytes: Sequence[int], num_lanes: int, *, are_in_memory: bool) -> bool:
+    """Return whether the stages of each lane have threads of their own.
+
+    Without them a lane keeps one core busy, and its slabs stay in the caches of the core. This is faster if no stage
+    waits for a disk, and if every lane has work until the end.
+
+    Args:
+        unit_nbytes: Bytes of each unit. Only one lane moves a unit.
+        num_lanes: Number of lanes.
+        are_in_memory: Whether no file is on a disk.
+    """
+    is_divided = max(unit_nbytes, default=0) * num_lanes <= sum(unit_nbytes)
+    return num_lanes == 1 or not are_in_memory or not is_divided
 
 
 def check_memory(nbytes: int, limit: str) -> None:

@@ -287,14 +287,15 @@ class Pipeline:
 
         Return False, and stop, if these bytes have another digest than `prefix_digest`.
         """
-        slab_nbytes = self.budget.slab_nbytes
+        max_nbytes = self.budget.slab_nbytes
+        max_contiguous_nbytes = max_nbytes
+        if not self.has_threads:
+            max_contiguous_nbytes = min(max_nbytes, CACHED_SLAB_NBYTES)
         slabs = split_stream(
             number,
             self.streams[number],
-            max_nbytes=slab_nbytes,
-            max_contiguous_nbytes=slab_nbytes
-            if self.has_threads
-            else min(slab_nbytes, CACHED_SLAB_NBYTES),
+            max_nbytes=max_nbytes,
+            max_contiguous_nbytes=max_contiguous_nbytes,
         )
         for slab in slabs:
             task = self._make_task(slab, durable_nbytes)

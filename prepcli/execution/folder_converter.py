@@ -17,7 +17,7 @@ from prepcli.core.json_values import JsonObject
 from prepcli.core.observer import LockedProgress, Progress
 from prepcli.engine.background_sync import StreamPrefix, SyncPoint
 from prepcli.engine.blobs import can_share_reader, open_blobs
-from prepcli.engine.budget import MAX_LANES, count_lanes, make_budget
+from prepcli.engine.budget import MAX_LANES, count_lanes, lanes_have_threads, make_budget
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder, compute_unknown
 from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import Files, RunReader, missing_nbytes, open_data_files
@@ -323,8 +323,11 @@ class FolderConverter(Converter):
         for lane in range(1, len(self.lane_orders)):
             lane_units.append(self.claim_units(lane))
         with open_blobs(self.source.byte_sources, self.budget.cache_nbytes) as reader:
-            # Lanes in memory wait for no disk, so that each keeps a core busy.
-            has_threads = len(lane_units) == 1 or not (reader.are_in_memory and sink.are_in_memory)
+            has_threads = lanes_have_threads(
+                [unit.nbytes for unit in self.units],
+                len(lane_units),
+                are_in_memory=reader.are_in_memory and sink.are_in_memory,
+            )
             for units in lane_units:
                 lane = Lane(
                     self,

@@ -67,8 +67,8 @@ def split_stream(
         stream_number: Number of the stream.
         stream: The stream.
         max_nbytes: Maximum size of a slab.
-        max_contiguous_nbytes: Maximum size of a slab if the stream is one run of the source and of the output. None for
-            `max_nbytes`.
+        max_contiguous_nbytes: Maximum size of a slab if the stream is one run of the source and of the output. By
+            default, `max_nbytes`.
     """
     if not stream.nbytes:
         return iter(())

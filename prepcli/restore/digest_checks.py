@@ -11,7 +11,7 @@ from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, text
 from prepcli.core.formatting import format_bytes
 from prepcli.core.observer import LockedProgress, NullProgress, Observer, Progress
 from prepcli.engine.blobs import can_share_reader, open_blobs
-from prepcli.engine.budget import count_lanes, make_budget
+from prepcli.engine.budget import count_lanes, lanes_have_threads, make_budget
 from prepcli.engine.casts import value_operations
 from prepcli.engine.digest import StreamDigest, algorithm_of, record_digest_of_pieces
 from prepcli.engine.pipeline import Pipeline, PipelineUnit, run_pipelines
@@ -277,6 +277,11 @@ def _digest_streams(
     progress.begin(task, total_nbytes)
     try:
         with open_blobs(source.byte_sources, budget.cache_nbytes) as files:
+            has_threads = lanes_have_threads(
+                [stream.nbytes for stream in streams],
+                num_lanes,
+                are_in_memory=files.are_in_memory,
+            )
             for _ in range(num_lanes):
                 pipeline = Pipeline(
                     streams,
@@ -286,7 +291,7 @@ def _digest_streams(
                     progress=locked_progress,
                     units=units,
                     on_digest=on_digest,
-                    has_threads=num_lanes == 1 or not files.are_in_memory,
+                    has_threads=has_threads,
                 )
                 pipelines.append(pipeline)
             run_pipelines(pipelines)

@@ -116,7 +116,8 @@ def accelerator_of(device_kind: str) -> Accelerator | None:
 
 def _count_hint(devices: str, kinds: Mapping[str, str]) -> str:
     """Return the option for `8xH100` or `H100x8`, or an empty text for other values."""
-    match = re.fullmatch(r"(?:(\d{1,7}) ?x ?)?(.+?)(?: ?x ?(\d{1,7}))?", devices.lower())
+    count = "([1-9][0-9]{0,6})"
+    match = re.fullmatch(f"(?:{count} ?x ?)?(.+?)(?: ?x ?{count})?", devices.lower())
     if match is None or match[2] not in kinds:
         return ""
     return text("{}", Option("devices", f"{kinds[match[2]]}:{match[1] or match[3]}"))

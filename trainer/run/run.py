@@ -116,6 +116,8 @@ class TrainResult:
     error: PrepError | None = None
     # Index of this process in a job of several. None in a run of one process.
     process: int | None = None
+    # Whether a dry run has found a run that has ended
+    is_finished: bool = False
 
 
 # The processes of a run: their connection, the comparison of their settings, and their common end.

@@ -149,7 +149,9 @@ def train(
             if not is_finished:
                 check_resumable_step(run, start, config)
             if options.dry_run:
-                return make_result(run, config, step=step, resumed_at=step, memory=memory)
+                return make_result(
+                    run, config, step=step, resumed_at=step, memory=memory, is_finished=is_finished
+                )
             if is_finished:
                 return finish_exports(run, config, step, patience)
             check_unread(run, start)

@@ -71,8 +71,8 @@ def _parse_command(context: typer.Context, words: list[str]) -> LaunchedCommand:
     known = _launched_names(context)
     if name not in known:
         hint = did_you_mean(name, known) or "`prep --help`"
-        if name == "prep" and words[1:]:
-            hint = f"`{context.command_path} -- {shlex.join(words[1:])}`"
+        if name == "prep":
+            hint = "leave out `prep`"
         raise usage_error(f"unknown command `{name}`", "a job runs one command of prep", hint)
     root = context.find_root()
     # The parser removes words from its list.

@@ -87,7 +87,7 @@ def train(
     return TrainingRun(
         path=Path(result.run),
         step=result.step,
-        is_finished=result.error is None and not dry_run,
+        is_finished=result.is_finished if dry_run else result.error is None,
         seconds=time.monotonic() - started_s,
         details=_result_details(result),
         error=result.error,

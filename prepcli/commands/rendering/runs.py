@@ -39,7 +39,7 @@ def training_report(run: TrainingRun) -> Report:
     fields = dict(run.details)
     if "dry_run" in fields:
         text = f"would train to step {fields['steps']} in {fields['run']}"
-        if fields["step"] >= fields["steps"]:
+        if run.is_finished:
             text = f"would train no step: {fields['run']} is finished"
         return Report(text, fields, process=run.process)
     if run.error is not None:

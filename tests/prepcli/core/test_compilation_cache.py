@@ -91,6 +91,18 @@ def test_folder_belongs_to_the_user_alone(tmp_path: Path):
     assert run_with_caches(tmp_path, CHOSEN_FOLDER) == "None\n"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root changes owners")
+def test_home_of_another_user_stays_as_it_is(tmp_path: Path):
+    os.chown(tmp_path, 12345, 12345)
+    home = {"HOME": str(tmp_path)}
+    assert run_with_caches(Path(), CHOSEN_FOLDER, **home) == "None\n"
+    assert not any(tmp_path.iterdir())
+    os.chown(tmp_path, os.geteuid(), os.getegid())
+    # The XDG specification ignores a relative path.
+    folder = Path(run_with_caches(Path("relative"), CHOSEN_FOLDER, **home).strip())
+    assert folder.is_relative_to(tmp_path / ".cache")
+
+
 def test_folder_of_the_user_and_an_unwritable_one(tmp_path: Path):
     assert run_with_caches(tmp_path, CHOSEN_FOLDER, **{FOLDER_VARIABLE: "mine"}) == "mine\n"
     assert not any(tmp_path.iterdir())
@@ -101,14 +113,15 @@ def test_folder_of_the_user_and_an_unwritable_one(tmp_path: Path):
 def test_old_programs_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = compilation_cache_folder("prep/compiled")
-    folder.mkdir(mode=0o700, parents=True)
-    for name, days in (("old-cache", 31), ("new-cache", 29)):
-        path = folder / name
+    other = folder.with_name("python3.11-jaxlib0.1")
+    for path, days in ((folder / "old-cache", 31), (folder / "new-cache", 29), (other / "a", 31)):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.write_bytes(b"")
         seconds = path.stat().st_mtime - days * 24 * 3600
         os.utime(path, (seconds, seconds))
     run_with_caches(tmp_path, CHOSEN_FOLDER)
     assert [path.name for path in folder.iterdir()] == ["new-cache"]
+    assert not [*other.iterdir()]
 
 
 def test_jax_imported_before_keeps_its_settings(tmp_path: Path):

@@ -174,7 +174,7 @@ REFUSED = [
     (
         "slurm -- prep save-init m",
         "unknown command `prep`",
-        "`prep launch slurm -- save-init m`",
+        "leave out `prep`",
     ),
     ("slurm -- launch slurm recipe.toml", "unknown command `launch`", ""),
     ("slurm --", "no command was given", "`prep launch slurm -- COMMAND ARGS`"),

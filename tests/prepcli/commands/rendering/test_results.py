@@ -123,13 +123,15 @@ def test_generation_json_has_no_texts_without_a_tokenizer():
     assert fields["compile_seconds"] == 0.988
 
 
-def run(error: PrepError | None = None, **details: Any) -> TrainingRun:
+def run(
+    error: PrepError | None = None, *, is_finished: bool = False, **details: Any
+) -> TrainingRun:
     fields = {"output": "runs/a/5", "run": "runs/a", "step": 5, "steps": 10, **details}
-    return TrainingRun(Path("runs/a"), 5, error is None, 1.0, fields, error)
+    return TrainingRun(Path("runs/a"), 5, is_finished, 1.0, fields, error)
 
 
 def test_finished_run_names_its_last_step_and_the_next_command():
-    report = training_report(run())
+    report = training_report(run(is_finished=True))
     assert (report.text, report.next_command) == ("runs/a/5", "prep export runs/a")
 
 
@@ -146,7 +148,7 @@ def test_dry_run_report_names_last_step_and_folder():
 
 
 def test_dry_run_report_of_a_finished_run_promises_no_steps():
-    report = training_report(run(dry_run=True, memory={}, step=10))
+    report = training_report(run(dry_run=True, memory={}, is_finished=True))
     assert report.text == "would train no step: runs/a is finished"
 
 
