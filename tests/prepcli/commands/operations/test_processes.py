@@ -191,7 +191,7 @@ def test_workers_die_with_their_parent(setup: KillSetup):
     process.kill()
     process.communicate(timeout=MAX_S)
     check_gone(workers)
-    shutil.rmtree(setup.folder / "orphans.partial")
+    shutil.rmtree(setup.folder / "orphans.partial", ignore_errors=True)
 
 
 @pytest.mark.parametrize(
