@@ -258,6 +258,9 @@ def run_jobs(
     Returns:
         The exceptions of signals, and then the exceptions of the jobs. Stopped jobs are an exception too.
     """
+    # The read of a small leaf has one job. The start of a thread without a job would take longer than it.
+    first_jobs = [*itertools.islice(jobs, num_threads)]
+    jobs = itertools.chain(first_jobs, jobs)
     # A generator must not run in two threads at once.
     lock = threading.Lock()
 
@@ -287,7 +290,7 @@ def run_jobs(
         finally:
             buffers.release([buffer])
 
-    errors = run_in_threads(work, num_threads, on_interruption=drop_jobs)
+    errors = run_in_threads(work, len(first_jobs), on_interruption=drop_jobs)
     if not errors and is_stopped():
         errors.append(StoppedReadsError())
     return errors

@@ -53,8 +53,8 @@ DIRECT_READ_NBYTES = 1 << 20  # reads of this size bypass the cache
 PART_NBYTES = 4 << 20  # bytes of each concurrent request of a large read
 MAX_IN_FLIGHT = 4
 # Threads that read a remote checkpoint into arrays, each with one request of at most PART_NBYTES. Stores limit the rate
-# of a connection, on GCS and S3 to about 50 MiB/s. 16 connections fill a link of 6 Gbit/s.
-MAX_READ_THREADS = 16
+# of a connection, on GCS and S3 to about 50 MiB/s. 32 connections fill a link of 12 Gbit/s.
+MAX_READ_THREADS = 32
 MIN_READ_AHEAD_NBYTES = 128 << 10  # doubled with each sequential read
 MAX_READ_AHEAD_NBYTES = 2 << 20
 # Limit for all cached ranges. A memory budget leaves this much next to its buffers.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import _thread
 import itertools
 import json
 import math
@@ -309,6 +310,20 @@ def test_jobs_run_with_fewer_buffers_than_threads():
     errors = run_jobs(iter(range(20)), run, BufferPool(Budget(PAGE, PAGE, 1)), 4)
     assert errors == []
     assert sorted(numbers) == list(range(20))
+
+
+def test_call_starts_no_thread_without_a_job(monkeypatch: pytest.MonkeyPatch):
+    start_new_thread = _thread.start_new_thread
+    started: list[int] = []
+
+    def start(*args: Any) -> int:
+        started.append(start_new_thread(*args))
+        return started[-1]
+
+    monkeypatch.setattr(_thread, "start_new_thread", start)
+    buffers = BufferPool(Budget(PAGE, PAGE, 1))
+    assert run_jobs(iter(range(2)), lambda job, buffer: None, buffers, 8) == []
+    assert len(started) == 2
 
 
 def test_stopped_call_drops_its_jobs_and_returns_an_error():
