@@ -97,6 +97,16 @@ class SlicePlan:
         return tuple(shape)
 
     @property
+    def cuts(self) -> tuple[tuple[int, int], ...]:
+        """The dims along which a part is cut into blocks, in order, each with its number of pieces."""
+        cuts: list[tuple[int, int]] = []
+        for axis, dim in self.moves:
+            if dim is not None:
+                assert isinstance(self.parts, NamedSharding)
+                cuts.append((dim, self.parts.mesh.shape[axis]))
+        return tuple(cuts)
+
+    @property
     def num_slices(self) -> int:
         """Number of slices."""
         return math.prod(
@@ -128,6 +138,28 @@ class SlicePlan:
                 ranges.append(self._leaf_range(dim, indices, start[dim]))
             boxes[device] = tuple(ranges)
         return boxes
+
+    def block_boxes(self, part: Box) -> list[Box]:
+        """Cut the box of a part into a block for each device that needs one. The last cut is the major one."""
+        # E.g. a part [0:2, 0:8], and cuts of dim 1 for 2 devices and then 2 more. The columns are 0:2, 4:6, 2:4, 6:8.
+        boxes = [part]
+        for dim, count in self.cuts:
+            cut_boxes: list[Box] = []
+            for index, box in itertools.product(range(count), boxes):
+                low, high = box[dim]
+                width = (high - low) // count
+                piece = (low + index * width, low + (index + 1) * width)
+                cut_boxes.append((*box[:dim], piece, *box[dim + 1 :]))
+            boxes = cut_boxes
+        return boxes
+
+    def block_rows(self, placed: Box, number: int, block: np.ndarray) -> Box:
+        """Return the box of block `number` of the blocks that a device receives, within its box of the slice."""
+        low, high = placed[self.row_dim]
+        num_rows = block.shape[self.row_dim]
+        first = min(low + number * num_rows, high)
+        stop = min(first + num_rows, high)
+        return (*placed[: self.row_dim], (first, stop), *placed[self.row_dim + 1 :])
 
     def _leaf_range(self, dim: int, indices: Range, start: int) -> Range:
         """Convert a range of indices of a slice, which is within one shard, to indices of the leaf."""

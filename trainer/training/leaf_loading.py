@@ -37,10 +37,10 @@ from trainer.distributed.sharding import dim_axes
 # Bytes that all processes read of their own shards, per byte of the leaf. Above it they exchange slices.
 MAX_READ_RATIO = 1.01
 # Bytes of a remote checkpoint that a process reads ahead of a slice. Requests of the next slices and leaves are under
-# way while the last ones of a slice end.
-READ_AHEAD_NBYTES = 64 << 20
-# The same if slices are exchanged. An exchange needs memory for several slices too.
-EXCHANGE_READ_AHEAD_NBYTES = 8 << 20
+# way while the last ones of a slice end. 32 requests of 4 MiB need 128 MiB.
+READ_AHEAD_NBYTES = 128 << 20
+# The same if slices are exchanged. Parts to exchange need memory beyond the shards, and so does the exchange.
+EXCHANGE_READ_AHEAD_NBYTES = 16 << 20
 # Reads that are pending at once. Each has threads, and small leaves have few bytes. A leaf has one or more reads and
 # an empty one at its end, so that 16 small leaves are read at once.
 MAX_PENDING_READS = 32
@@ -203,7 +203,7 @@ class _LeafLoad:
         self._host: dict[Box, np.ndarray] = {}
         # The leaf on accelerators, and the last slice with its start. In lists, which give the only reference away.
         self._leaf: list[jax.Array] = []
-        self._placed: list[tuple[tuple[int, ...], jax.Array]] = []
+        self._placed: list[tuple[tuple[int, ...], Sequence[jax.Array]]] = []
 
     def reads(self) -> Iterator[tuple[tuple[int, ...], dict[Box, np.ndarray]]]:
         """Yield the start of each slice, and the arrays that this process has to fill for it."""
@@ -212,8 +212,18 @@ class _LeafLoad:
             yield (), {box: self._host_array(box) for box in self._boxes.values()}
             return
         for start in plan.starts():
-            boxes = {*plan.leaf_boxes(start, plan.parts).values()}
+            boxes: set[Box] = set()
+            for part in plan.leaf_boxes(start, plan.parts).values():
+                boxes.update(self._part_blocks(part))
             yield start, {box: self._empty(box, self._read_dtype) for box in boxes if volume(box)}
+
+    def _part_blocks(self, part: Box) -> list[Box]:
+        """Return the boxes of the arrays of a part: one for each device that receives a block, or the whole part."""
+        # CPU devices exchange the arrays that the reader fills. Accelerators cut the part themselves: a host of many
+        # devices would send them thousands of small arrays.
+        if self._plan is None or not self._is_on_host:
+            return [part]
+        return self._plan.block_boxes(part)
 
     def _host_array(self, shard_box: Box) -> np.ndarray:
         if shard_box not in self._host:
@@ -233,15 +243,33 @@ class _LeafLoad:
             return
         # The exchange of the slice before ran during this read. Two slices are in memory at most.
         self._write_placed()
-        part_shape = plan.parts.shard_shape(plan.slice_shape)
-        parts: list[jax.Array] = []
-        for device, box in plan.leaf_boxes(start, plan.parts).items():
-            array = _padded(arrays.get(box), part_shape, self._read_dtype)
-            parts.append(jax.device_put(array, device))
-        placed = jax.make_array_from_single_device_arrays(plan.slice_shape, plan.parts, parts)
+        placed = self._block_arrays(start, arrays)
         if plan.moves or plan.reader is not None:
-            placed = _exchange_program(plan, self._target.dtype)(placed)
+            placed = _exchange_program(plan, self._target.dtype, self._is_on_host)(*placed)
         self._placed.append((start, placed))
+
+    def _block_arrays(
+        self, start: tuple[int, ...], arrays: Mapping[Box, np.ndarray]
+    ) -> list[jax.Array]:
+        """Return the arrays of a slice before its exchange: number i has block i of each device."""
+        plan = self._plan
+        assert plan is not None
+        shape = [*plan.slice_shape]
+        if self._is_on_host:
+            for dim, count in plan.cuts:
+                shape[dim] //= count
+        block_shape = plan.parts.shard_shape(tuple(shape))
+        blocks: list[list[jax.Array]] = []
+        for device, part in plan.leaf_boxes(start, plan.parts).items():
+            padded = [
+                _padded(arrays.get(box), block_shape, self._read_dtype)
+                for box in self._part_blocks(part)
+            ]
+            blocks.append(jax.device_put(padded, device))
+        return [
+            jax.make_array_from_single_device_arrays(tuple(shape), plan.parts, [*device_blocks])
+            for device_blocks in zip(*blocks, strict=True)
+        ]
 
     def _write_placed(self) -> None:
         """Write the last slice into the shards."""
@@ -250,21 +278,27 @@ class _LeafLoad:
             return
         start, placed = self._placed.pop()
         if plan.makes_leaf:
-            self._leaf.append(placed)
+            self._leaf += placed
         elif self._is_on_host:
             boxes = plan.leaf_boxes(start, plan.placed)
-            for shard in placed.addressable_shards:
-                shard_box, box = self._boxes[shard.device], boxes[shard.device]
-                part = intersection(shard_box, box)
-                values = np.asarray(shard.data)[slices(part, box)]
-                self._host_array(shard_box)[slices(part, shard_box)] = values
+            for number, blocks in enumerate(placed):
+                for shard in blocks.addressable_shards:
+                    block = np.asarray(shard.data)
+                    box = plan.block_rows(boxes[shard.device], number, block)
+                    shard_box = self._boxes[shard.device]
+                    part = intersection(shard_box, box)
+                    values = block[slices(part, box)]
+                    self._host_array(shard_box)[slices(part, shard_box)] = values
         else:
             if not self._leaf:
                 shape, dtype = self._target.shape, self._target.dtype
                 self._leaf.append(_allocation_program(shape, dtype, self._sharding)())
             leaf = jax.block_until_ready(self._leaf.pop())
             rows = min(plan.steps[plan.row_dim], plan.extents[plan.row_dim] - start[plan.row_dim])
-            self._leaf.append(_write_program(plan, rows)(leaf, placed, np.array(start, np.int32)))
+            (rows_placed,) = placed
+            self._leaf.append(
+                _write_program(plan, rows)(leaf, rows_placed, np.array(start, np.int32))
+            )
 
     def finish(self) -> jax.Array:
         """Return the leaf."""
@@ -290,24 +324,43 @@ def _allocation_program(
 
 
 @lru_cache(maxsize=1024)
-def _exchange_program(plan: SlicePlan, dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array]:
-    """Compile the exchange of a slice: a function of the parts, with a result of a dtype."""
+def _exchange_program(
+    plan: SlicePlan, dtype: jnp.dtype, is_on_host: bool
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Compile the exchange of a slice: a function of the blocks of each device, with results of a dtype.
 
-    def exchange(part: jax.Array) -> jax.Array:
-        for axis, dim in plan.moves:
-            if dim is None:
-                part = lax.all_gather(part, axis, axis=plan.row_dim, tiled=True)
-            else:
-                part = lax.all_to_all(part, axis, dim, plan.row_dim, tiled=True)
-        return _widen(part, dtype)
+    Accelerators have one block, the whole part, and one result, the slice. CPU devices have a block for each device
+    that needs one. After an all-to-all they have a result from each device, in the order of the rows. XLA for CPUs
+    sends and receives these arrays in place. It would copy the slice to cut the part, and again to join the results.
+    """
+    # The rows of a later move are the major ones.
+    cut_axes = tuple(axis for axis, dim in reversed(plan.moves) if dim is not None)
+    whole_axes = tuple(axis for axis, dim in reversed(plan.moves) if dim is None)
 
-    def broadcast(parts: jax.Array) -> jax.Array:
+    def exchange(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+        # x: [block, *shape of a block]
+        x = jnp.stack(blocks)
+        if not is_on_host:
+            for dim, count in plan.cuts:
+                x = _cut_blocks(x, dim + 1, count)
+        if cut_axes:
+            x = lax.all_to_all(x, cut_axes, 0, 0, tiled=True)
+        if whole_axes:
+            x = lax.all_gather(x, whole_axes, axis=0, tiled=True)
+        x = _widen(x, dtype)
+        if is_on_host and not whole_axes and not plan.makes_leaf:
+            return tuple(x[number] for number in range(x.shape[0]))
+        dim = plan.row_dim
+        slice_shape = (*x.shape[1 : dim + 1], -1, *x.shape[dim + 2 :])
+        return (jnp.moveaxis(x, 0, dim).reshape(slice_shape),)
+
+    def broadcast(parts: jax.Array) -> tuple[jax.Array]:
         # Bits are summed as integers: as floats, 0.0 + -0.0 is 0.0, which loses the sign. All parts but one are zeros.
         bits = lax.bitcast_convert_type(parts, f"uint{8 * parts.dtype.itemsize}")
         # Networks of devices add no integers of 16 bits.
         wide = bits.astype(jnp.promote_types(bits.dtype, jnp.uint32))
         bits = wide.reshape(-1, *plan.shape).sum(0).astype(bits.dtype)
-        return _widen(lax.bitcast_convert_type(bits, parts.dtype), dtype)
+        return (_widen(lax.bitcast_convert_type(bits, parts.dtype), dtype),)
 
     if plan.reader is not None:
         return jax.jit(broadcast, out_shardings=plan.placed)
@@ -319,6 +372,13 @@ def _exchange_program(plan: SlicePlan, dtype: jnp.dtype) -> Callable[[jax.Array]
             exchange, mesh=plan.parts.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
         )
     )
+
+
+def _cut_blocks(x: jax.Array, dim: int, count: int) -> jax.Array:
+    """Cut blocks [block, ...] along a dim, into `count` times as many. The number of the piece is the major index."""
+    pieces = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
+    pieces = jnp.moveaxis(pieces, dim, 0)
+    return pieces.reshape(-1, *pieces.shape[2:])
 
 
 def _widen(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -302,6 +302,34 @@ def test_leaves_of_one_shape_are_exchanged_by_one_program():
     assert len(traced) == 2
 
 
+@pytest.mark.parametrize("exchange", ["host"], indirect=True)
+@pytest.mark.usefixtures("exchange")
+@pytest.mark.parametrize("axes", [(None, ("mp", "fsdp")), (None, None)], ids=["cut", "whole"])
+def test_exchange_of_cpus_copies_no_block(
+    monkeypatch: pytest.MonkeyPatch, axes: tuple[str | tuple[str, ...] | None, ...]
+):
+    """XLA sends the arrays of the reader, and receives the arrays that are written into the shards."""
+    compile_program = leaf_loading._exchange_program
+    temporary_nbytes: list[int] = []
+
+    def compile_measured(*args: Any) -> Callable[..., Any]:
+        program: Any = compile_program(*args)
+
+        def run(*blocks: jax.Array) -> Any:
+            memory = program.lower(*blocks).compile().memory_analysis()
+            temporary_nbytes.append(memory.temp_size_in_bytes)
+            return program(*blocks)
+
+        return run
+
+    monkeypatch.setattr(leaf_loading, "_exchange_program", compile_measured)
+    array = np.random.default_rng(0).integers(0, 99, (100, 256), np.int32)
+    check_exchange(array, (1, 256), sharding_of("1,4,2", *axes))
+    assert len(temporary_nbytes) > 1
+    # Pointers of the blocks. The blocks of a slice have a KiB or more.
+    assert max(temporary_nbytes) < 256
+
+
 class MeetingReader(CountingReader):
     """A remote reader whose reads end only when two of them run at once."""
 
@@ -358,10 +386,10 @@ def test_order_of_exchanges_does_not_depend_on_the_read_ahead(monkeypatch: pytes
     compile_program = leaf_loading._exchange_program
     order: list[tuple[int, ...]] = []
 
-    def compile_recorded(*args: Any) -> Callable[[jax.Array], jax.Array]:
-        def run(parts: jax.Array) -> jax.Array:
-            order.append(parts.shape)
-            return compile_program(*args)(parts)
+    def compile_recorded(*args: Any) -> Callable[..., tuple[jax.Array, ...]]:
+        def run(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+            order.append(blocks[0].shape)
+            return compile_program(*args)(*blocks)
 
         return run
 
