@@ -149,9 +149,7 @@ def train(
             if not is_finished:
                 check_resumable_step(run, start, config)
             if options.dry_run:
-                return make_result(
-                    run, config, step=step, resumed_at=step, memory=memory, is_finished=is_finished
-                )
+                return make_result(run, config, step=step, memory=memory, is_finished=is_finished)
             if is_finished:
                 return finish_exports(run, config, step, patience)
             check_unread(run, start)
@@ -518,9 +516,9 @@ def finish(run: Run, loop: Loop, *, resumed_at: int) -> TrainResult:
 
 
 def make_result(
-    run: Run, config: LoopConfig, *, step: int, resumed_at: int, **fields: Any
+    run: Run, config: LoopConfig, *, step: int, resumed_at: int | None = None, **fields: Any
 ) -> TrainResult:
-    """Return the result of a run at a step, with further fields."""
+    """Return the result of a run at a step, with further fields. Without `resumed_at`, no step was taken."""
     steps = run.storage.steps(refresh=False)
     output = None
     if steps:
@@ -530,7 +528,7 @@ def make_result(
         output=output,
         step=step,
         steps=config.steps,
-        resumed_at=resumed_at,
+        resumed_at=step if resumed_at is None else resumed_at,
         mesh=str(config.setup.sharding.mesh),
         attention_kernel=config.setup.forward_config.attention_options.kernel,
         process=process_number(run.group),
