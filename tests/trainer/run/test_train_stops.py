@@ -121,6 +121,18 @@ def test_repeated_evaluation_that_ends_a_run_is_followed_by_its_samples(work_dir
     assert json.loads(sample)["step"] == end
 
 
+@pytest.mark.slow
+def test_repeated_sigterm_does_not_end_the_save(work_dir: Path):
+    """Job managers repeat SIGTERM. Only Ctrl-C ends a run that is saving."""
+    script = SIGNAL_IN_EVALUATION.replace(
+        "os.kill(os.getpid(), signal.SIGTERM)",
+        "[os.kill(os.getpid(), signal.SIGTERM) for _ in 'ab']",
+    )
+    assert script != SIGNAL_IN_EVALUATION
+    assert run_python(script, "5", "0", *TRAIN, has_jax=True).returncode == STOPPED
+    assert saved_steps(Path("run"))[-1] == 5
+
+
 def test_evaluation_of_a_step_without_optimizer_state_is_repeated(work_dir: Path):
     """Gradient descent without momentum keeps no state, so that the run can be trained from its last step."""
     parameters = ("checkpoint.optimizer_state=false", "train.steps=2")
