@@ -35,7 +35,12 @@ from trainer.data.readers import text_files
 from trainer.data.records import divide_files
 from trainer.data.shards import ShardWriter, dtype_for, writing_shard
 from trainer.data.store import (
+    DamagedStoreError,
     MappedTokens,
+    join_shards,
+    read_meta,
+    read_shard,
+    write_meta,
 )
 from trainer.data.tokenize import TokenizedShare, open_tokens, tokenize_files, tokenize_share
 from trainer.data.tokenize_config import TokenizeConfig
@@ -637,3 +642,14 @@ def test_kill_before_each_change_of_the_cache_continues(config: TokenizeConfig):
     files = read_files(tokenize(config).folder)
     # A kill before the rename of the list of shards leaves its temporary file.
     assert {name: data for name, data in files.items() if not name.startswith(".")} == expected
+
+
+def test_store_of_two_dtypes_is_damaged(tmp_path: Path):
+    folder = tmp_path / NAME
+    for shard, dtype in enumerate(("uint16", "uint32")):
+        with writing_shard(folder, shard, dtype) as writer:
+            fill(writer)
+    names = ("00000", "00001")
+    write_meta(folder, join_shards(NAME, {name: read_shard(folder, name) for name in names}))
+    with pytest.raises(DamagedStoreError, match="uint16 and uint32"):
+        read_meta(folder)

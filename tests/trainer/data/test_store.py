@@ -441,3 +441,11 @@ def test_only_abandoned_stores_are_removed(tmp_path: Path):
     (tmp_path / ("6" * 32)).mkdir()
     remove_abandoned(tmp_path, lambda folder: folder.name == "4" * 32)
     assert {path.name for path in tmp_path.iterdir()} == {*kept, "6" * 32}
+
+
+def test_cut_off_weights_are_detected(tmp_path: Path):
+    write_store(tmp_path / NAME, has_weights=True)
+    (tmp_path / NAME / "00000" / "weights.bin").write_bytes(b"1")
+    message = r"weights\.bin has 1 byte, meta\.json records 5"
+    with pytest.raises(store.DamagedStoreError, match=message):
+        store.read_meta(tmp_path / NAME)

@@ -531,3 +531,18 @@ def test_page_has_the_order_of_the_functions_in_the_source():
     prefix = f"{run_package.__name__}.train."
     named = [name.removeprefix(prefix) for name in named_objects() if name.startswith(prefix)]
     assert named == [name for name in defined if name in named]
+
+
+@pytest.mark.slow
+def test_resume_in_another_environment_is_a_warning(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The flags are changed only in the environment: XLA has read them before the first run."""
+    capsys.readouterr()
+    for _ in range(2):
+        assert train_json(capsys, "--stop-after", "1")[1]["warnings"] == []
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=1")
+    _, report = train_json(capsys, "--stop-after", "1")
+    (warning,) = report["warnings"]
+    assert warning.startswith("results may differ in the last bits: since step 2, XLA_FLAGS ")
+    assert warning.endswith(" -> --xla_backend_optimization_level=1")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from tests.helpers.chat_masks import (
     mask_of_spans,
     write_tokenizer_of_bytes,
 )
-from tests.helpers.fork_server import ForkedProcess, run_python
-from tests.helpers.hub_server import FakeRepo, serve_hub
+from tests.helpers.fork_server import PREP, ForkedProcess, run_python
+from tests.helpers.hub_server import COMMIT, FakeRepo, serve_hub
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.run_cli import error_lines, run_ok
@@ -38,7 +39,9 @@ from tests.helpers.train_runs import read_losses, set_keys
 from tests.helpers.training_folder import RECIPE as TINY_RECIPE
 from tests.helpers.training_folder import make_training_folder, write_tokenizer
 from tests.helpers.waiting import wait_until
+from tests.trainer.run.test_logs import FakeWandb
 from tests.trainer.training.test_setup import LAYOUTS, TEMPLATE
+from trainer.run.logs import ID_FILE
 from trainer.run.run_record import ENVIRONMENT_FILE
 from trainer.run.storage import TOKENS_FOLDER
 from trainer.training.metrics import METRICS_FILE, read_metrics
@@ -511,3 +514,75 @@ def test_processes_save_to_a_bucket_as_to_a_folder(store: FakeObjectStore):
     run_processes(1, *words)
     assert saved(store) == [3, 4]
     assert main(["verify", URL, "-q"]) == OK
+
+
+PREFIX = "model.language_model."
+
+
+@pytest.mark.slow
+def test_export_reads_towers_of_start_commit(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    recipe = Path("recipe.toml").read_text().replace("m-init", "o/m@main")
+    Path("hub.toml").write_text(recipe)
+    files = {path.name: path.read_bytes() for path in Path("m").iterdir()}
+    commands = (("train", "hub.toml"), ("export", "runs/hub", "--out", "hf"))
+    # After the start of the run, its model is no longer on the main branch.
+    repositories = (FakeRepo(files), FakeRepo(files, revisions=(COMMIT,)))
+    for words, repository in zip(commands, repositories, strict=True):
+        with serve_hub({"o/m": repository}) as hub:
+            environment = {**os.environ, **hub.environment(tmp_path / words[0])}
+            process = run_python(PREP, *words, cwd=tmp_path, env=environment)
+        assert process.returncode == 0, process.stderr
+    exported = safetensors_bytes(Path("hf"))
+    before = safetensors_bytes(Path("m"))
+    visual = [name for name in before if name.startswith("model.visual.")]
+    assert all(exported[name] == before[name] for name in visual)
+
+
+@pytest.mark.slow
+def test_changed_rope_theta_keeps_mrope_in_export(trained: Path):
+    recipe = Path("recipe.toml").read_text()
+    Path("rope.toml").write_text(recipe.replace("[model]", "[model]\nrope_theta = 2e6"))
+    run_ok("train", "rope.toml")
+    run_ok("export", "runs/rope", "--out", "hf")
+    before = json.loads(Path("m/config.json").read_text())
+    before["text_config"]["rope_parameters"]["rope_theta"] = 2e6
+    assert json.loads(Path("hf/config.json").read_text()) == before
+
+
+@pytest.mark.slow
+def test_wandb_continues_the_id_of_the_bucket(
+    store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    words = ("--out", URL, "--set", 'log.wandb={ project = "p", offline = true }', "-q")
+    assert train(*words, "--stop-after", "1") == STOPPED
+    assert store.objects[f"{BUCKET_PREFIX}{ID_FILE}"] == b"new1\n"
+    (LOCAL / ID_FILE).unlink()  # as on another host
+    assert train(*words, "--stop-after", "1") == STOPPED
+    assert [arguments["id"] for arguments in wandb.inits] == [None, "new1"]
+    assert [step for step, values in wandb.logged if "train/loss" in values] == [1, 2]
+
+
+@pytest.mark.slow
+def test_adapter_merges_into_multimodal_model(trained: Path, capsys: pytest.CaptureFixture[str]):
+    before = safetensors_bytes(Path("m"))
+    recipe = Path("recipe.toml").read_text()
+    Path("lora.toml").write_text(f'{recipe}\n[lora]\nrank = 4\ntargets = ["attn.q"]\n')
+    run_ok("train", "lora.toml")
+    run_ok("export", "runs/lora", "--out", "adapter")
+    for base in ("./m", "m-init"):
+        run_ok("merge", "adapter", base, "--out", "merged", "--overwrite")
+        merged = safetensors_bytes(Path("merged"))
+        assert merged.keys() == before.keys()
+        changed = {name for name in before if merged[name] != before[name]}
+        assert changed == {name for name in before if "language_model" in name and "q_proj" in name}
+
+    for words in (["--text-only"], ["--towers", "m"], ["--exclude", "README.md"]):
+        capsys.readouterr()
+        lines = error_lines(capsys, "export", "runs/lora", *words)
+        assert lines[0] == f"error: `{' '.join(words)}` has no effect for runs/lora"
+        assert "it has only adapters" in lines[1]

@@ -304,3 +304,20 @@ def test_killed_process_leaves_complete_steps(work_dir: Path):
         for run in ("run", "whole")
     )
     assert killed == whole
+
+
+@pytest.mark.slow
+def test_all_workers_log_to_files_of_their_own(work_dir: Path):
+    words = ("train", "recipe.toml", "--json", *SHORT, "--set", "log.all_workers=true")
+    (code, out, err), (other_code, other_out, other_err) = run(*words, count=2, devices=4)
+    assert (code, other_code, other_out) == (OK, OK, "")
+    assert json.loads(out)["step"] == 4
+    assert "process 0: step 4/4" in err
+    assert "process 1: step 4/4" in other_err
+    assert "tokenize" not in other_err
+    lines = [read_metrics(Path("runs/recipe") / name) for name in (METRICS_FILE, "metrics.1.jsonl")]
+    losses = [[line["loss"] for line in process_lines if "loss" in line] for process_lines in lines]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
+    assert run(*words, "--restart", count=1, devices=8)[0][0] == OK
+    assert not Path("runs/recipe/metrics.1.jsonl").exists(), "its steps are taken again"

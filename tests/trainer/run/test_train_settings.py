@@ -462,3 +462,27 @@ def test_run_changes_the_storage_of_its_steps_when_it_resumes(work_dir: Path):
     run_ok("export", "run", "--out", "hf")
     run_ok("reshard", "run", "--params-only", "--out", "init")
     run_ok("verify", "init", "hf")
+
+
+@pytest.mark.slow
+def test_float32_run_starts_from_a_bfloat16_step(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    run_ok("train", "recipe.toml", "--out", "narrow", *OPTIONS)
+    capsys.readouterr()
+    options = ["--set", "model.path=narrow/4", "--stop-after", "3"]
+    assert main(["train", "recipe.toml", "--out", "wide", *options]) == STOPPED
+    assert "values changed" not in capsys.readouterr().err
+    assert {leaf.dtype.name for name, leaf in read_step("wide/3").items() if "." in name} == {
+        "float32",
+        "int32",
+    }
+
+
+@pytest.mark.slow
+def test_float16_run_trains(work_dir: Path):
+    options = ["--set", "model.dtype=float16", *STEPS]
+    assert main(["train", "recipe.toml", "--out", "half", *options]) == OK
+    with open_reader(Path("half/4")) as reader:
+        state = read_leaves(reader)
+    assert (state["skipped"], state["loss_scale"], state["loss_scale_steps"]) == (0, 2.0**15, 4)

@@ -444,3 +444,55 @@ def test_process_0_alone_lists_the_saved_steps():
 
 def test_check_last_step_accepts_the_step_that_was_read(tmp_path: Path):
     check_last_step(FolderStorage(tmp_path), 0)
+
+
+@pytest.mark.slow
+def test_error_of_one_process_ends_the_other(folder: Path) -> None:
+    (folder / "failed").mkdir()
+    (folder / "failed/recipe.toml").touch()
+    (folder / "failed/metrics.1.jsonl").mkdir()  # process 1 cannot write its metrics
+    outcome = run_job(folder, "failed", settings={"log.all_workers": "true"})
+    assert outcome.codes == (FAILED, FAILED)
+    assert "process 1 (" in outcome.message(0)
+    assert "metrics.1.jsonl" in outcome.message(0)
+
+
+@pytest.mark.slow
+def test_train_names_the_keys_that_differ(work_dir: Path):
+    port, rates = free_port(), ("0.01", "0.02")
+    processes = [
+        start_process("--set", f"optimizer.lr={rate}", index=index, count=2, port=port)
+        for index, rate in enumerate(rates)
+    ]
+    (_, out, _), (_, other_out, _) = results = finish(processes)
+    assert json.loads(out)["error"]["what"] == "the processes differ in `optimizer.lr`"
+    assert other_out == "", "process 0 alone prints the JSON object"
+    for code, _, err in results:
+        assert code == 1
+        assert "the processes differ in `optimizer.lr`" in err
+        assert "0.01 in process 0" in err
+        assert "0.02 in process 1" in err
+        assert len(err.splitlines()) == 3
+    assert not Path("run").exists()
+
+
+@pytest.mark.slow
+def test_train_goes_on_after_a_process_of_another_job(work_dir: Path):
+    port, short = free_port(), set_keys("train.steps=2", "optimizer.warmup_steps=1")
+    first = start_process(*short, index=0, count=2, port=port)
+    [(code, _, err)] = finish(
+        [start_process(*short, "--set", "name=other", index=1, count=2, port=port)]
+    )
+    assert code == 1
+    assert f"process 0 at 127.0.0.1:{port} belongs to another job" in err
+    assert "`recipe recipe`" in err
+    assert "`recipe other`" in err
+    results = finish([first, start_process(*short, index=1, count=2, port=port)])
+    assert [code for code, _, _ in results] == [0, 0], results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_signal_while_loading_ends_all_processes(folder: Path, victim: int) -> None:
+    outcome = run_fault(folder, Fault("stopped-early", "tokens per step", victim, signal.SIGTERM))
+    assert outcome.codes == (STOPPED, STOPPED)

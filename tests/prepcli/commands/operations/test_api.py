@@ -420,3 +420,8 @@ def test_train_rejects_functions_that_do_not_fit(recipe: str):
     with pytest.raises(prep.UsageError, match=r"`train\.reduction` is exact"):
         prep.train(recipe, "run", overrides="train.reduction=exact", loss_fn=doubled_loss)
     assert not Path("run").exists()
+
+
+def test_inspect_checks_its_arguments(even_model: Path):
+    with pytest.raises(prep.UsageError, match="invalid `offline='yes'`"):
+        prep.inspect(even_model, offline="yes")  # pyright: ignore[reportArgumentType]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import prepcli as prep
 from prepcli.algebra.axis_map import bind_row
 from prepcli.commands.cli.main import main
 from prepcli.formats.safetensors import lay_out_files
@@ -20,7 +21,9 @@ from prepcli.models.parameters import parameter_rows
 from prepcli.models.registry import FAMILIES
 from tests.helpers.adapters import make_adapter
 from tests.helpers.fork_server import run_python
+from tests.helpers.object_server import use_objects
 from tests.helpers.pickle_builder import make_torch_file
+from tests.helpers.run_cli import MonkeyPatch
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 
@@ -255,3 +258,19 @@ UNUSED = {
 @pytest.mark.parametrize("name", slow_except(UNUSED, ["texts", "help"]))
 def test_commands_import_no_unused_module(name: str, folder: Path):
     check_imports(folder, *UNUSED[name])
+
+
+@pytest.mark.slow
+def test_copied_files_are_sent_to_a_bucket_in_pieces(small: MemoryLimits, monkeypatch: MonkeyPatch):
+    make_checkpoint(small.folder / "copied")
+    for number in range(3):
+        with (small.folder / f"copied/large-{number}.dat").open("wb") as file:
+            file.truncate(100 * MIB)
+    words = ("save-init", "./copied", "--copy", "large-*", "--out", "gs://bucket/out")
+    # The client of the store has threads of its own.
+    limit = small.inspect_nbytes["./m"] + BUDGET * MIB + 128 * MIB
+    with use_objects(monkeypatch) as store:
+        small.run_limited(limit, *words, "--memory", f"{BUDGET}MiB")
+        sent = [content for path, content in store.objects.items() if path.endswith(".dat")]
+        assert sent == [bytes(100 * MIB)] * 3
+        assert prep.verify("gs://bucket/out")

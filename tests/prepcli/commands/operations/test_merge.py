@@ -18,7 +18,7 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, USAGE
 from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.manifest import read_manifest
-from prepcli.formats.safetensors import ADAPTER_FILE
+from prepcli.formats.safetensors import ADAPTER_FILE, read_safetensors_header
 from tests.helpers.adapters import ALPHA, PREFIX, RANK, make_adapter, write_adapter_manifest
 from tests.helpers.damage import flip_bit
 from tests.helpers.run_cli import Capture, MonkeyPatch, error_lines, run_ok
@@ -454,3 +454,30 @@ def test_inspect_shows_an_adapter(adapter: Path, capsys: Capture):
 def test_other_commands_refuse_an_adapter(command: list[str], capsys: Capture):
     assert main([command[0], "adapter", *command[1:], "-q"]) == FAILED
     assert "adapter is an adapter, not a model" in capsys.readouterr().err
+
+
+def data_positions(adapter: Path) -> list[int]:
+    """Return the position of the first and the last byte of each tensor."""
+    tensors = read_safetensors_header(adapter / ADAPTER_FILE, 0).tensors
+    return [position for t in tensors for position in (t.offset, t.offset + t.nbytes - 1)]
+
+
+def flip_byte(path: Path, position: int) -> None:
+    """Change the lowest bit of one byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.slow
+def test_merge_refuses_a_flipped_bit_in_each_tensor(adapter: Path, capsys: Capture):
+    for position in data_positions(adapter):
+        flip_byte(adapter / ADAPTER_FILE, position)
+        assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
+        error = capsys.readouterr().err
+        assert "q_proj.lora_" in error
+        assert "in adapter is damaged" in error
+        assert not Path("merged").exists()
+        flip_byte(adapter / ADAPTER_FILE, position)
+        shutil.rmtree("merged.partial", ignore_errors=True)
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == OK

@@ -334,3 +334,12 @@ def test_warning_of_a_conversion_names_arguments(
     monkeypatch.setattr(conversion, "open_checkpoint", open_with_warning)
     (warning,) = prep.save_init(model, tmp_path / "init").warnings
     assert warning == 'not split: `rules="kv_heads=none"`, then `prep.verify("init")`'
+
+
+def test_shard_size_hint_has_a_unit() -> None:
+    with pytest.raises(PrepError) as caught:
+        parse_shard_size("5")
+    assert (caught.value.why, caught.value.hint) == (
+        "a number without a unit is in bytes: 5 bytes",
+        "`--shard-size 5GB`",
+    )

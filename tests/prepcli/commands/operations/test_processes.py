@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.fork_server import PREP, ForkedProcess, start_python
+from prepcli.execution.folder_converter import FolderConverter
+from tests.helpers.fork_server import PREP, ForkedProcess, run_prep, start_prep, start_python
 from tests.helpers.killing import (
     COMMANDS,
     SEVERAL_PROCESSES,
@@ -24,6 +25,7 @@ from tests.helpers.killing import (
     read_files,
     start_command,
 )
+from tests.helpers.run_cli import Capture, MonkeyPatch, run_failing
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.waiting import MAX_S, wait_until
 
@@ -228,3 +230,42 @@ def test_too_many_workers_for_the_memory_is_an_error(setup: KillSetup):
     assert "`--workers 8` with `--memory 128MiB` is too many" in err
     assert "hint: `--memory " in err
     assert not (setup.folder / "crowd.partial").exists()
+
+
+@pytest.mark.slow
+def test_source_change_while_waiting_is_an_error(
+    setup: KillSetup, monkeypatch: MonkeyPatch, capsys: Capture
+):
+    shutil.copytree(setup.folder / "model", setup.folder / "changing")
+    monkeypatch.chdir(setup.folder)
+    publish = FolderConverter.publish
+
+    def change_and_publish(run: FolderConverter) -> None:
+        for path in Path("changing").glob("*.safetensors"):
+            os.utime(path, ns=(0, 0))
+        publish(run)
+
+    monkeypatch.setattr(FolderConverter, "publish", change_and_publish)
+    assert "changed while it was read" in run_failing(
+        capsys, 1, "save-init", "./changing", "--out", "changed"
+    )
+    assert not Path("changed").exists()
+    shutil.rmtree("changed.partial")
+    shutil.rmtree("changing")
+
+
+@pytest.mark.slow
+def test_every_process_reports_a_damaged_source(setup: KillSetup):
+    shutil.copytree(setup.folder / "init", setup.folder / "rotten")
+    largest = max((setup.folder / "rotten/d").iterdir(), key=lambda path: path.stat().st_size)
+    with largest.open("r+b") as file:
+        file.seek(largest.stat().st_size // 2)
+        file.write(b"\x55" * 64)
+    words = ["export", "rotten", "--out", "out", "--progress", "none"]
+    processes = [start_prep(*words, "--processes", share, cwd=setup.folder) for share in shares(2)]
+    for _, err in wait_for_exit(*processes, code=1):
+        assert "rotten is damaged" in err
+    assert not (setup.folder / "out").exists()
+    workers = run_prep(*words, "--restart", "--workers", "2", cwd=setup.folder)
+    assert (workers.returncode, workers.stderr.count("rotten is damaged")) == (1, 1)
+    shutil.rmtree(setup.folder / "out.partial")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -323,3 +324,61 @@ def test_missing_leaf_of_scales_is_an_error(capsys: Capture):
         manifest["slots"]["quantization"]["model.layers.7.extra_scale"] = record
     assert main(["verify", "init"]) == 1
     assert "lacks the leaf quantization.model.layers.7.extra_scale" in capsys.readouterr().err
+
+
+def edit_manifest(folder: str, edit: Callable[[dict[str, Any]], None]) -> None:
+    path = Path(folder, "prep-manifest.json")
+    manifest = json.loads(path.read_text())
+    edit(manifest)
+    del manifest["digest"], manifest["files"]
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.slow
+def test_output_that_names_itself_leaves_the_values(capsys: Capture):
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    edit_manifest("init", lambda manifest: manifest["source"].update(name="init"))
+    assert "the quantised model is unknown" in export_note(capsys)
+    assert_values()
+
+
+@pytest.mark.slow
+def test_changed_weight_leaves_the_values(capsys: Capture):
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    edit_manifest("init", lambda manifest: manifest["quantized"][Q_PROJ].update(digest="0" * 32))
+    assert f"`{Q_PROJ}` has no quantised bytes: its values were changed" in export_note(capsys)
+    assert_values()
+    with pytest.raises(PrepError, match="its values were changed"):
+        prep.export("init", "other", quantized_source="m")
+
+
+@pytest.mark.slow
+def test_source_with_other_headers_leaves_the_values(capsys: Capture):
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    Path("m").rename("moved")
+    make_quantized(Path("m"), "gptq")
+    assert "m has changed: it has no `model-0" in export_note(capsys)
+    assert_values()
+
+
+@pytest.mark.slow
+def test_unquantised_source_leaves_the_values(capsys: Capture):
+    make_quantized(Path("m"), "fp8")
+    prep.save_init("./m", "init", quantized="dequantize")
+    Path("m").rename("moved")
+    prep.export("init", "m", quantized="dequantize")
+    assert "m has no quantised bytes: its weights are not quantised" in export_note(capsys)
+    assert_values()
+
+
+@pytest.mark.slow
+def test_params_only_copy_has_no_scales():
+    dequantize("fp8")
+    conversion = prep.reshard("init", "bare", params_only=True)
+    dropped = conversion.details["accounting"]["dropped"]
+    assert [tensor["rule"] for tensor in dropped] == ["scales of quantised weights"]
+    assert "quantization" not in restore_with_orbax("bare")
+    assert "quantized" not in manifest_of("bare")

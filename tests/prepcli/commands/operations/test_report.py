@@ -297,3 +297,9 @@ def test_step_may_be_removed_meanwhile(tmp_path: Path, monkeypatch: MonkeyPatch)
 
     monkeypatch.setattr(os, "stat", stat_or_fail)
     assert folder_nbytes(folder) == 5
+
+
+def test_page_in_an_object_store_is_refused(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"gs://bucket/page\.html"):
+        prep.report(run, "gs://bucket/page.html")

@@ -453,3 +453,40 @@ def test_keys_of_chats_do_not_hide_the_missing_columns(capsys: Capture):
         "  why: its columns: `prompt`, `chosen`, `rejected`\n"
         " hint: `--set data.fields='[prompt], chosen'`\n"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("chat_folder")
+def test_many_turns_are_tokenized_or_refused_at_once(capsys: Capture):
+    write_rows({"messages": [USER, ANSWER] * 5_000})
+    shown, _ = tokenize(capsys, "--show", "1")
+    assert shown.startswith("--- train 1: 140,000 tokens, 35,000 with loss")
+    # Each turn is rendered with all before it: the first rendering does not begin.
+    words = ("--set", "data.chat_template=training")
+    _, output = tokenize(capsys, *words, code=FAILED)
+    assert "error: rows.jsonl:1: the conversation is too long\n" in output
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fields_folder")
+def test_train_logs_a_sample_of_each_source(capsys: Capture):
+    names = ("near", "far", "third", "fourth", "fifth")
+    for name, index in zip(names, (0, 1, 0, 0, 0)):
+        row = json.loads(Path(f"data/{index}.jsonl").read_text().splitlines()[0])
+        lines = [json.dumps(row | {"answer": f"{row['answer']} w{index}"})] * 9
+        Path(f"{name}.jsonl").write_text("\n".join(lines))
+    sources = "".join(
+        f'[[data.sources]]\nname = "{name}"\npath = "{name}.jsonl"\n' for name in names
+    )
+    recipe = Path("recipe.toml").read_text().replace('path = "data/*.jsonl"\n', "")
+    Path("recipe.toml").write_text(recipe.replace("[batch]", f"{sources}[batch]"))
+    assert main(["train", "recipe.toml", "--dry-run"]) == OK
+    lines = capsys.readouterr().err.splitlines()
+    samples = [line for line in lines if line.startswith("first sample")]
+    assert [line.partition(":")[0] for line in samples] == [
+        f"first sample of {name}" for name in names[:4]
+    ]
+    assert samples[0] == "first sample of near: w5 w6⟦ w9 w1 w0 w0⟧"
+    assert all("⟦" in line for line in samples)
+    assert sum(map(len, samples)) < 7 * 80
+    assert "`prep tokenize RECIPE --show 1` shows the first samples of 1 other source" in lines

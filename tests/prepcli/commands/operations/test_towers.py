@@ -32,6 +32,7 @@ from tests.helpers.tiny_checkpoints import LLAMA, checkpoint_tensors, read_tenso
 from tests.helpers.tiny_configs import GOLDEN
 from tests.helpers.tokenizer_folders import train_tokenizer, write_json
 from tests.helpers.towers import PROCESSOR, TYPES, read_golden, write_model
+from tests.helpers.training_folder import RECIPE, make_training_folder
 
 LOGITS_ATOL = 2e-5
 
@@ -587,3 +588,75 @@ def test_verify_finds_other_rows_of_prediction():
             assert not result
             assert difference["tensor"] == HEAD
             assert "has shapes" in difference["what"]
+
+
+@pytest.mark.slow
+def test_damaged_tower_is_an_error(capsys: Capture):
+    write_model("llava")
+    run_ok("save-init", "./m")
+    name = "multi_modal_projector.linear_1.weight"
+    with changed_manifest(Path("m-init")) as manifest:
+        manifest["tensors"][name]["digests"] = [[0, 64, "0" * 32]]
+    (line, *_) = errors_of(capsys, "export", "m-init", "--out", "hf")
+    assert line == f"error: {name} in m-init is damaged"
+    assert not Path("hf").exists()
+
+
+@pytest.mark.slow
+def test_lock_approves_towers(capsys: Capture):
+    tensors = write_model("llava")
+    run_ok("lock", "./m", "--out", "m.lock")
+    run_ok("save-init", "./m", "--lock", "m.lock")
+    name = "multi_modal_projector.linear_1.weight"
+    code, shape, data = tensors[name]
+    changed = {**tensors, name: (code, shape, data[::-1])}
+    write_safetensors(Path("m/model.safetensors"), changed)
+    (line, *_) = errors_of(capsys, "save-init", "./m", "--lock", "m.lock", "--out", "other")
+    assert line == f"error: {name} in ./m is damaged"
+
+
+@pytest.mark.slow
+def test_trained_run_has_prediction_of_its_vocabulary(capsys: Capture):
+    make_training_folder()
+    write_json(Path("tokens.json"), ["<tool>", "<end>"])
+    tensors = read_tensors(Path("tiny"))
+    embedding = tensors["model.embed_tokens.weight"]
+    copies = {f"mtp.{name}.weight": embedding + 1 for name in ("embed_tokens", "lm_head")}
+    shutil.rmtree("tiny-init")
+    write_checkpoint(Path("m"), LLAMA, tensors | copies)
+    shutil.copy("tiny/tokenizer.json", "m")
+    run_ok("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,4", "--out", "tiny-init")
+    recipe = RECIPE.replace("[train]\nsteps = 12", "[train]\nsteps = 1")
+    Path("recipe.toml").write_text(recipe)
+    run_ok("train", "recipe.toml")
+    size = len(embedding)
+    for words, rows in (((), size), (("--keep-padding",), 136)):
+        run_ok("export", "runs/recipe", *words, "--out", f"hf-{rows}")
+        exported = read_tensors(Path(f"hf-{rows}"))
+        for name, tensor in copies.items():
+            assert exported[name].shape == (rows, LLAMA["hidden_size"])
+            assert exported[name][:size].tobytes() == tensor.tobytes()
+            assert not exported[name][size:].any()
+    run_ok("verify", "hf-131", "--chain")
+    # The start model has no rows for tokens that were added to the step.
+    run_ok("add-tokens", "runs/recipe", "--tokens", "tokens.json", "--out", "added")
+    capsys.readouterr()
+    code, lines = run_failing_unchanged(capsys, "export", "added", "--out", "more")
+    assert code == 1
+    assert "has no rows for new tokens" in lines[0]
+    assert "--towers" in lines[2]
+    run_ok("add-tokens", "tiny-init", "--tokens", "tokens.json", "--out", "start")
+    run_ok("export", "added", "--towers", "start", "--out", "more")
+    exported = read_tensors(Path("more"))
+    for name, tensor in copies.items():
+        assert exported[name].shape == (size + 2, LLAMA["hidden_size"])
+        assert exported[name][:size].tobytes() == tensor.tobytes()
+        assert exported[name][size:].any(axis=1).all()
+    (link, *_) = prep.verify_chain("more").links
+    assert link.status == "holds"
+    assert "read from the start model" in link.not_shown
+    run_ok("export", "added", "--text-only", "--out", "text")
+    run_ok("remove-tokens", "added", "--out", "removed")
+    run_ok("export", "removed", "--out", "less")
+    assert read_tensors(Path("less")).keys() == tensors.keys() | copies.keys()
+    run_ok("verify", "less", "hf-131")

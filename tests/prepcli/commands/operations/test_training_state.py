@@ -365,3 +365,17 @@ def test_broken_recipe_in_a_manifest_is_damaged(folder: dict[int, float], recipe
         read_training_state(replace(source, manifest=manifest))
     assert error.value.what == "the recipe in the manifest of full is broken"
     assert error.value.why.startswith("its table `optimizer`: ")
+
+
+@pytest.mark.slow
+def test_averages_of_one_side_are_named(folder: dict[int, float], capsys):
+    train("averaged", "optimizer.ema=0.9", stop_after=1)
+    start = ("--set", "model.training_state=true", "--set", "data.tokenizer=tiny", "--dry-run")
+    arguments = ("train", "recipe.toml", "--out", "next", *start)
+    assert main([*arguments, "--set", "model.path=averaged/1"]) == 0
+    warning = "12 leaves of averaged/1 are not used, e.g. opt_state.ema.embed.tokens"
+    assert warning in " ".join(capsys.readouterr().err.split())
+    ema = ("--set", "model.path=from-hf", "--set", "optimizer.ema=0.9")
+    lines = error_lines(capsys, *arguments, *ema)
+    assert lines[0] == "error: from-hf has no averages for `optimizer.ema`"
+    assert lines[2] == " hint: `--set optimizer.ema=0`"

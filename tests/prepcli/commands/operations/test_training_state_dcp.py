@@ -22,6 +22,7 @@ from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.other_trainers import (
     BATCH,
     HALF,
+    ROUNDING,
     SEQ_LENGTH,
     SETTINGS,
     STEPS,
@@ -389,3 +390,31 @@ def test_state_of_a_run_is_exported_from_a_bucket(
         run_ok("export", source, "--training-state", "--out", str(tmp_path / name))
     for name in ("optimizer.pt", "scheduler.pt", "trainer_state.json"):
         assert (tmp_path / "remote" / name).read_bytes() == (tmp_path / "local" / name).read_bytes()
+
+
+CONTINUE = ("model.path=from-torch", "data.tokenizer=tiny")
+
+
+def largest_difference(losses: dict[int, float], expected: dict[int, float]) -> float:
+    """Return the largest difference of losses after the middle of the run."""
+    return max(abs(losses[step] - expected[step]) for step in range(HALF + 1, STEPS + 1))
+
+
+@pytest.fixture(scope="module")
+def prep_losses(torch_runs: Path) -> dict[int, float]:
+    """Train in prep without a stop, and return the losses."""
+    with contextlib.chdir(torch_runs):
+        return train("full")
+
+
+@pytest.fixture
+def losses(prep_losses: dict[int, float], torch_folder: None) -> dict[int, float]:
+    """Work in the folder of the trained runs, and return the losses of prep."""
+    return prep_losses
+
+
+@pytest.mark.slow
+def test_prep_continues_a_run_of_torch(losses: dict[int, float]):
+    continued = train("continued", *CONTINUE, "model.training_state=true")
+    assert min(continued) == HALF + 1
+    assert largest_difference(continued, losses) < ROUNDING
