@@ -7,7 +7,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -23,6 +25,8 @@ from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, read_manifest, 
 from prepcli.formats.step_scores import best_step
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import hub_environment
+from tests.helpers.killed_train import VARIABLE
+from tests.helpers.processes import finish, start_processes
 from tests.helpers.push_server import TOKEN, serve_push_hub
 from tests.helpers.run_cli import error_lines, run_failing, run_json, run_ok
 from tests.helpers.train_runs import read_losses, set_keys, start_train, wait_for_step
@@ -574,3 +578,112 @@ def test_stride_without_concatenated_texts_is_an_error(
     lines = error_lines(capsys, *words("run", "data.packing=documents", "eval.stride=8"))
     assert "windows need concatenated texts" in "\n".join(lines)
     assert not Path("run/data").exists(), "the data may take hours to tokenize"
+
+
+def _patience(folder: str, step: int) -> dict[str, Any]:
+    """Return the evaluations that the manifest of a step records."""
+    fields: Any = read_manifest(Path(folder, str(step))) or NO_MANIFEST
+    return dict(fields["patience"])
+
+
+def assert_same_end(result: dict[str, Any], folder: str, expected: dict[str, Any]) -> None:
+    """Assert that a run ended as the run `one`: step, reason, best step, evaluations and recorded patience."""
+    assert (result["step"], result["end_reason"]) == (expected["step"], expected["end_reason"])
+    assert best_step(Path(folder)) == best_step(Path("one"))
+    assert saved_steps(Path(folder)) == saved_steps(Path("one"))
+    losses, expected_losses = evaluations(folder), evaluations("one")
+    assert losses.keys() == expected_losses.keys()
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    patience, expected_patience = (_patience(name, result["step"]) for name in (folder, "one"))
+    assert patience.pop("cost") == pytest.approx(expected_patience.pop("cost"), rel=1e-5)
+    assert patience == expected_patience
+
+
+def run(*command: str, count: int, kill_after: str = "") -> list[tuple[int, str]]:
+    """Run `prep` in processes with 8 devices together, and return the exit code and stdout of each."""
+    env = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", VARIABLE: kill_after}
+    module = "tests.helpers.killed_train" if kill_after else "prepcli"
+    started = start_processes(*command, count=count, devices=8 // count, env=env, module=module)
+    return [(code, out) for code, out, _ in finish(started, 600)]
+
+
+def run_to_the_end(*command: str, count: int) -> dict[str, Any]:
+    """Run `prep --json` in processes, and return the result of process 0. Assert that the others print nothing."""
+    (code, out), *others = run(*command, "--json", count=count)
+    assert code == OK
+    assert [code for code, _ in others] == [OK] * (count - 1)
+    return json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("metric", "choose"), [("eval_accuracy", max), ("eval_perplexity", min)])
+def test_best_step_is_chosen_by_the_metric(work_dir: Path, metric: str, choose: Any):
+    run_ok(*words("run", *DIVERGING, f"checkpoint.best={metric}", "checkpoint.keep=1"))
+    values = {step: value for step, value in evaluations("run", metric).items() if step}
+    best = choose(values, key=lambda step: values[step])
+    assert best_step(Path("run")) == best
+    assert best in saved_steps(Path("run"))
+
+
+@pytest.mark.slow
+def test_early_end_is_the_same_after_a_stop_at_any_step(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    whole = run_json(capsys, *words("whole", *PATIENT))
+    # One process takes two steps, so that runs of one stop after each of the others' saves.
+    command = words("cut", *PATIENT)
+    for _ in range(12):
+        if saved_steps(Path("cut"))[-1:] == [whole["step"]]:
+            break
+        code = 75 if (saved_steps(Path("cut")) or [0])[-1] + 1 < whole["step"] else 0
+        if code:
+            run_failing(capsys, 75, *command, "--stop-after", "1")
+        else:
+            run_ok(*command)
+    cut = run_json(capsys, *command)
+    assert cut["end_reason"] == whole["end_reason"]
+    assert evaluations("cut") == evaluations("whole")
+    step = whole["step"]
+    assert parameter_digests("cut", step) == parameter_digests("whole", step)
+    fields = [read_manifest(Path(run, str(step))) or NO_MANIFEST for run in ("cut", "whole")]
+    assert fields[0]["patience"] == fields[1]["patience"]
+
+
+@pytest.mark.slow
+def test_changed_metric_starts_patience_again(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    run_ok(*words("run", *PATIENT))
+    end = saved_steps(Path("run"))[-1]
+    run_ok(*words("run", *PATIENT, "checkpoint.best=eval_perplexity"))
+    # The first evaluation of the new metric is the best one so far.
+    assert saved_steps(Path("run"))[-1] >= min(end + 6, 12)
+
+
+@pytest.mark.parametrize(
+    ("best", "counts"),
+    [
+        pytest.param(("checkpoint.best=eval_loss",), (2, 2), marks=pytest.mark.slow, id="best"),
+        pytest.param((), (2, 1), marks=pytest.mark.slow, id="loss"),
+        pytest.param(
+            ("checkpoint.best=eval_accuracy",), (4, 2), marks=pytest.mark.slow, id="accuracy"
+        ),
+    ],
+)
+def test_processes_end_early_at_one_step_after_a_kill(
+    work_dir: Path, best: Sequence[str], counts: Sequence[int], capsys: pytest.CaptureFixture[str]
+):
+    settings = (*SETTINGS, *best)
+    expected = run_json(capsys, *words("one", *settings))
+    end = expected["step"]
+    assert end < 12
+    # The last evaluation before the kill is not the best one, so that the count has begun.
+    first, second = counts
+    killed = run(*words("many", *settings), count=first, kill_after=f"{end - 1} many/{end - 2}")
+    # A process may also end because another one has been killed.
+    assert -signal.SIGKILL in [code for code, _ in killed]
+    assert saved_steps(Path("many"))[-1] == end - 2
+    assert _patience("many", end - 2)["evaluations"] == 1
+    result = run_to_the_end(*words("many", *settings), count=second)
+    assert_same_end(result, "many", expected)

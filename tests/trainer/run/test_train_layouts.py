@@ -28,6 +28,7 @@ from tests.helpers.chat_masks import (
 )
 from tests.helpers.fork_server import PREP, ForkedProcess, run_python
 from tests.helpers.hub_server import COMMIT, FakeRepo, serve_hub
+from tests.helpers.manifests import changed_manifest
 from tests.helpers.object_server import FakeObjectStore, use_objects
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.run_cli import error_lines, run_ok
@@ -586,3 +587,91 @@ def test_adapter_merges_into_multimodal_model(trained: Path, capsys: pytest.Capt
         lines = error_lines(capsys, "export", "runs/lora", *words)
         assert lines[0] == f"error: `{' '.join(words)}` has no effect for runs/lora"
         assert "it has only adapters" in lines[1]
+
+
+@pytest.mark.slow
+def test_adapter_merges_into_step_with_towers_of_its_start(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+):
+    recipe = Path("recipe.toml").read_text().replace("m-init", "runs/recipe")
+    Path("lora.toml").write_text(f'{recipe}\n[lora]\nrank = 4\ntargets = ["attn.q"]\n')
+    run_ok("train", "lora.toml")
+    run_ok("export", "runs/lora", "--out", "adapter")
+    run_ok("merge", "adapter", "runs/recipe", "--out", "merged")
+    run_ok("export", "runs/recipe", "--out", "base")
+    run_ok("merge", "adapter", "./base", "--out", "expected")
+    assert safetensors_bytes(Path("merged")) == safetensors_bytes(Path("expected"))
+    with changed_manifest(Path("runs/recipe/3")) as manifest:
+        manifest["towers"]["path"] = "./absent"
+    capsys.readouterr()
+    lines = error_lines(capsys, "merge", "adapter", "runs/recipe", "--out", "other")
+    assert lines[0] == "error: the towers of runs/recipe cannot be read"
+    assert "export runs/recipe --towers CHECKPOINT" in lines[-1]
+
+
+@pytest.mark.slow
+def test_commands_read_a_run_in_a_bucket(
+    store: FakeObjectStore, capsys: pytest.CaptureFixture[str]
+):
+    assert train("--out", "local", "-q") == OK
+    assert train("--out", URL, "-q") == OK
+    store.objects[f"{BUCKET_PREFIX}9/state/_METADATA"] = b"{}"  # a save that was killed
+    assert main(["verify", URL, "-q"]) == OK
+    assert main(["verify", f"{URL}/3", "-q"]) == OK
+    assert main(["export", URL, "--out", "learned", "-q"]) == OK
+    assert main(["verify", "learned", "local", "-q"]) == OK
+    assert main(["inspect", URL, "-q"]) == OK
+    capsys.readouterr()
+    texts = []
+    for name in ("local", URL):
+        assert main(["generate", name, "--tokens", "1,2,3", "--max-new-tokens", "4", "-q"]) == OK
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert main(["report", URL, "local", "--json", "-q"]) == OK
+    report = json.loads(capsys.readouterr().out)
+    (remote, local), page = report["runs"], Path("report.html").read_text()
+    assert (report["output"], remote.pop("run"), local.pop("run")) == ("report.html", URL, "local")
+    assert (remote["step"], remote["steps"], remote["loss"]) == (4, 4, local["loss"])
+    assert '>tiny</td><td class="n">3</td>' in page
+    assert ">9</td>" not in page
+    assert main(["report", f"{URL}-none", "-q"]) == FAILED
+    assert f"{URL}-none does not exist" in capsys.readouterr().err
+    assert (
+        train("--out", "next", "--set", f"model.path={URL}", "--stop-after", "1", "-q") == STOPPED
+    )
+
+
+@pytest.mark.slow
+def test_dry_run_keeps_the_bucket_and_restart_deletes_its_steps(
+    store: FakeObjectStore, capsys: pytest.CaptureFixture[str]
+):
+    assert train("--out", URL, "--dry-run", "-q") == OK
+    assert store.objects == {}
+    assert not (LOCAL / TOKENS_FOLDER).exists()
+    assert train("--out", URL, "--stop-after", "2", "-q") == STOPPED
+    store.objects[f"{BUCKET_PREFIX}3/state/_METADATA"] = b"{}"
+    assert train("--out", URL, "--restart", "--stop-after", "1", "-q") == STOPPED
+    assert saved(store) == [1]
+    assert not store.objects_below(f"{BUCKET_PREFIX}3/")
+    assert train("--out", URL, "--restart", "--set", f"model.path={URL}", "-q") != OK
+    assert saved(store) == [1]
+    (LOCAL / "exports").mkdir()
+    shutil.copytree("tiny", LOCAL / "exports/1")
+    export = f"model.path={LOCAL / 'exports/1'}"
+    assert train("--out", URL, "--restart", "--set", export, "--stop-after", "1", "-q") == USAGE
+    assert saved(store) == [1]
+    assert (LOCAL / "exports/1/config.json").is_file()
+    capsys.readouterr()
+    assert train("--out", URL, "--set", "seed=7", "-q") != OK
+    assert "seed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_finished_run_in_a_bucket_does_nothing_on_another_host(store: FakeObjectStore):
+    """Its log, which shows that the last evaluation is complete, is in the bucket only."""
+    words = ("--out", URL, "--set", "data.cache=tokens", "-q")
+    assert train(*words) == OK
+    objects = dict(store.objects)
+    shutil.rmtree(LOCAL)
+    assert train(*words) == OK
+    assert dict(store.objects) == objects

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from prepcli.commands.cli.main import main
-from prepcli.core.errors import OK, STOPPED
+from prepcli.core.errors import FAILED, OK, STOPPED
 from prepcli.formats.manifest import saved_steps
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.fork_server import ForkedProcess
@@ -321,3 +321,38 @@ def test_all_workers_log_to_files_of_their_own(work_dir: Path):
     assert len(losses[0]) == 4
     assert run(*words, "--restart", count=1, devices=8)[0][0] == OK
     assert not Path("runs/recipe/metrics.1.jsonl").exists(), "its steps are taken again"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "devices", "mesh"), [(2, 4, "2,2,2"), (4, 2, "1,2,4")])
+def test_several_processes_generate_like_one(work_dir: Path, count: int, devices: int, mesh: str):
+    Path("prompts.txt").write_text("w3 w1 w4\nw5\n")
+    words = ("generate", "tiny", "--mesh", mesh, "--max-new-tokens", "20", "--json")
+    (code, out, err), *others = run(
+        *words, "--prompts", "-", count=count, devices=devices, stdin=Path("prompts.txt")
+    )
+    assert code == OK, err
+    assert others == [(OK, "", "")] * (count - 1)
+    (_, expected, _), *_ = run(*words, "--prompts", "prompts.txt", count=1, devices=8)
+    assert json.loads(out)["tokens"] == json.loads(expected)["tokens"]
+
+
+@pytest.mark.slow
+def test_dry_run_of_processes_writes_nothing(work_dir: Path):
+    (code, out, _), other = run("train", "recipe.toml", "--json", "--dry-run", count=2, devices=4)
+    assert (code, other) == (OK, (OK, "", ""))
+    assert json.loads(out)["dry_run"]
+    assert not Path("runs").exists()
+
+
+# test_processes shows that a failed process ends all, and test_train_buckets that a failed save keeps earlier steps.
+@pytest.mark.slow
+def test_failed_save_ends_all_processes(work_dir: Path):
+    """The save in the background fails in process 0: something else has the name of the step."""
+    Path("run").mkdir()
+    for name in (".lock", "2"):
+        Path("run", name).touch()
+    results = finish(start("run", 2, steps=200))
+    assert [code for code, _, _ in results] == [FAILED] * 2, results
+    assert all("run/2 exists" in stderr for _, _, stderr in results), results
+    assert saved_steps(Path("run")) == [1]

@@ -28,6 +28,7 @@ from tests.helpers.fork_server import (
     start_python,
 )
 from tests.helpers.hub_server import hub_environment
+from tests.helpers.processes import finish, start_processes
 from tests.helpers.push_server import TOKEN, serve_push_hub
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
@@ -458,3 +459,81 @@ def test_second_start_of_a_run_is_refused_until_the_first_ends(work_dir: Path, s
         continue_start(first)
     assert saved_steps(RUN)[-1] == 6
     assert logged_steps() == [1, 2, 3, 4, 5, 6]
+
+
+def is_export_awaited() -> bool:
+    return Path("waits").exists() and Path("run/exports/3.partial").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), slow_except([TERMINATED, INTERRUPT], [TERMINATED]))
+def test_signal_while_exports_are_awaited_is_reported(
+    work_dir: Path, number: signal.Signals, code: int
+):
+    words = (*WORDS, "--set", "checkpoint.export_every=3")
+    process = start_python(PREP_ON_HANGING_DISK, *words, has_jax=True)
+    wait_until(is_export_awaited, process)
+    report = stop(process, number)
+    assert process.returncode == code
+    check_message(report, number, "not exported: step 3")
+    assert not Path("run/exports/3").exists()
+    run_ok(*words)
+    run_ok("verify", "run/exports/3")
+    assert [path.name for path in Path("run/exports").iterdir()] == ["3"]
+
+
+@pytest.mark.slow
+def test_signal_during_the_last_save_stops_the_wait(work_dir: Path):
+    """A signal that comes too late to stop the steps of a run stops the wait for its exports."""
+    script = PREP_ON_HANGING_DISK.replace(
+        PREP,
+        "from trainer.training.loop import Loop\n"
+        "wait = Loop._wait_for_save\n"
+        "def wait_with_signal(self):\n"
+        "    if self.step == 3 and self.pending_save:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    wait(self)\n"
+        "Loop._wait_for_save = wait_with_signal\n" + PREP,
+    )
+    process = start_python(script, *WORDS, "--set", "checkpoint.export_every=3", has_jax=True)
+    out, _ = process.communicate(timeout=MAX_S)
+    assert process.returncode == STOPPED
+    check_message(json.loads(out), signal.SIGTERM, "not exported: step 3")
+    assert saved_steps(Path("run")) == [3]
+
+
+@pytest.mark.slow
+def test_signal_to_all_processes_during_the_wait_is_reported(work_dir: Path):
+    """Process 0 waits for the exports, and the other one for process 0."""
+    Path("hanging_prep.py").write_text(PREP_ON_HANGING_DISK)
+    settings = set_keys("mesh=2,4,1", "checkpoint.export_every=3")
+    processes = start_processes(*WORDS, *settings, count=2, devices=4, module="hanging_prep")
+    wait_until(is_export_awaited, *processes)
+    for process in processes[::-1]:
+        process.send_signal(signal.SIGTERM)
+    (code, out, _), (other_code, _, _) = finish(processes)
+    assert (code, other_code) == (STOPPED, STOPPED)
+    # The process reports its own signal, or the signal of the other process.
+    assert json.loads(out)["error"]["what"].startswith("stopped by SIGTERM")
+
+
+# By default test_signal_during_the_push_is_reported stops the wait of one process, and test_processes
+# ends all processes of a job together.
+@pytest.mark.slow
+def test_signal_while_process_0_pushes_stops_the_wait(work_dir: Path):
+    """After the last step the other processes of a job wait for process 0."""
+    with serve_push_hub() as hub:
+        hub.failing_requests, hub.stall = "PUT /lfs/", "silent"
+        environment = hub_environment(hub.url, work_dir / "home") | {
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_OFFLINE": "0",
+        }
+        words = (*WORDS, *set_keys("checkpoint.push=o/m", "mesh=1,2,1"))
+        processes = start_processes(*words, count=2, devices=1, env=environment)
+        wait_until(lambda: any(line.startswith("PUT /lfs/") for line in hub.requests), processes[0])
+        processes[1].send_signal(signal.SIGTERM)
+        (code_0, out_0, err_0), (code_1, _, err_1) = finish(processes)
+    assert (code_0, code_1) == (STOPPED, STOPPED), err_1
+    assert "error: stopped by SIGTERM of process 1\n hint: start all processes again" in err_0
+    assert json.loads(out_0)["error"]["what"] == "stopped by SIGTERM of process 1"
+    assert saved_steps(Path("run")) == [3]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
@@ -525,3 +528,27 @@ def test_exact_step_equals_fast_step_up_to_rounding(
         [line["loss"] for line in result.lines[:10]] for result in (expected, fast)
     )
     np.testing.assert_allclose(losses, fast_losses, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_exact_runs_end_in_equal_bytes_with_the_flags_of_users():
+    """The flags of the tests disable optimizations; those of XLA's defaults are set after them."""
+    flags = "--xla_backend_optimization_level=3 --xla_cpu_use_fusion_emitters=true --xla_cpu_max_isa=AVX"
+    test = f"{__file__}::{test_exact_runs_do_not_depend_on_micro_batches.__name__}"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "-m",
+        "slow",
+        "-p",
+        "no:cacheprovider",
+        test,
+    ]
+    done = subprocess.run(
+        command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout

@@ -8,6 +8,7 @@ import os
 import pty
 import select
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -570,3 +571,13 @@ def test_interrupt_stops_an_answer_and_not_the_chat(chat_dir: Path):
         wait_until_asleep(process.pid)
         terminal.type("\x03")
         assert process.wait(MAX_S) == 130
+
+
+@pytest.mark.slow
+def test_stop_signal_ends_a_chat(chat_dir: Path):
+    with chat_in_terminal("--max-new-tokens", "4000") as (terminal, process):
+        terminal.read_until("> ")
+        terminal.type("w9\n")
+        terminal.read_until(" w")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(MAX_S) == 75

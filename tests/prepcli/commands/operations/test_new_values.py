@@ -567,3 +567,17 @@ def test_encoder_without_decoder_is_rejected(capsys: Capture):
     stderr = run_failing(capsys, 1, "save-init", "./m")
     assert "are missing" in stderr
     assert "decoder.block.0.layer.0.layer_norm.weight [64]" in stderr
+
+
+@pytest.mark.slow
+def test_flax_config_states_untied_head(capsys: Capture):
+    config = GATED | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
+    write_checkpoint(Path("m"), config, checkpoint_tensors(config, "float32", False, False))
+    run_ok("save-init", "./m")
+    run_ok("export", "m-init", "--layout", "hf-flax", "--out", "flax")
+    assert read_config("flax")["tie_word_embeddings"] is False
+    write_checkpoint(Path("old"), T5, checkpoint_tensors(T5, "float32", False, False))
+    run_ok("save-init", "./old", "--untie")
+    assert "scale_decoder_outputs True" in run_failing(
+        capsys, 1, "export", "old-init", "--layout", "hf-flax"
+    )

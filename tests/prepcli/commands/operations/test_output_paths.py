@@ -597,3 +597,52 @@ def test_unreadable_tokenizer_fails_before_weights_are_moved(
     error = capsys.readouterr().err
     assert "tokenizer.json" in error
     assert "Permission denied" in error
+
+
+def fail(*arguments: object, **options: object) -> None:
+    raise PrepError("the power is gone")
+
+
+@pytest.mark.slow
+def test_loser_of_a_race_leaves_no_unfinished_output(capsys: Capture, monkeypatch: MonkeyPatch):
+    make_checkpoint(Path("m"))
+    winner = ("save-init", "./m", "--mesh", "1,2,1", "--out", "out")
+    check_free_space = folder_converter.check_free_space
+    commands = [winner]
+
+    def publish_other(*arguments: Any) -> None:
+        # Another command for the same output ends between the check of the output and the staging folder.
+        check_free_space(*arguments)
+        if commands:
+            run_ok(*commands.pop())
+
+    monkeypatch.setattr(folder_converter, "check_free_space", publish_other)
+    assert main(["save-init", "./m", "--out", "out", "-q"]) == 1
+    assert "out exists and is something else" in capsys.readouterr().err
+    assert sorted(path.name for path in Path().iterdir()) == ["m", "out"]
+    run_ok("save-init", "./m", "--no-scan", "--out", "out", "--overwrite")
+
+
+@pytest.mark.slow
+def test_unfinished_output_stays_when_another_command_publishes(
+    capsys: Capture, monkeypatch: MonkeyPatch
+):
+    make_checkpoint(Path("m"))
+    with monkeypatch.context() as patches:
+        patches.setattr(folder_converter, "write_last_files", fail)
+        assert main(["save-init", "./m", "--out", "out", "-q"]) == 1
+    kept = read_files(Path("out.partial"))
+    make_checkpoint(Path("other"))
+    is_done = folder_converter.FolderConverter.is_done
+    calls: list[object] = []
+
+    def find_other(self: Any) -> bool:
+        calls.append(self)
+        if len(calls) == 2:
+            run_ok("save-init", "./other", "--out", "elsewhere")
+            Path("elsewhere").rename("out")
+        return is_done(self)
+
+    monkeypatch.setattr(folder_converter.FolderConverter, "is_done", find_other)
+    assert main(["save-init", "./m", "--out", "out", "-q"]) == 1
+    assert read_files(Path("out.partial")).keys() == kept.keys()

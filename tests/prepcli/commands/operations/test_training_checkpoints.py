@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.formatting import format_bytes
+from prepcli.models.param_tree import Tree, flatten_tree
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.optimizers import KEYS, make_optimizer
@@ -26,11 +30,13 @@ from tests.helpers.tiny_checkpoints import (
     make_checkpoint,
     same_bits,
 )
+from tests.helpers.training_folder import WORDS, make_training_folder, write_tokenizer
 from tests.helpers.training_states import (
     OPTIMIZER_SLOTS,
     TrainingState,
     make_mesh_init,
     make_state,
+    read_leaves,
     read_params,
     reshard_and_back,
     same_state,
@@ -38,6 +44,8 @@ from tests.helpers.training_states import (
     step_leaves,
 )
 from tests.prepcli.formats.test_orbax import run_orbax
+from tests.trainer.run.test_lora import LORA
+from tests.trainer.run.test_lora import read_leaves as read_step_leaves
 from trainer.nn.model_spec import ForwardConfig, model_from_manifest
 from trainer.training.optimizers import Optimizer
 from trainer.training.step import StepSetup, leaf_name, state_shapes
@@ -300,3 +308,98 @@ def test_checkpoints_without_averages_are_errors(capsys):
     assert lines[2] == " hint: remove `--ema`"
     lines = error_lines(capsys, "generate", "run", "--ema", "--tokens", "1")
     assert lines[0] == "error: run has averages of some parameters only"
+
+
+def assert_equal_averages(params: Tree, averages: Mapping[str, np.ndarray]) -> None:
+    """Assert that parameters have the bits of the averages."""
+    leaves = {f"params.{path}": np.asarray(leaf) for path, leaf in flatten_tree(params).items()}
+    assert {*leaves} == {*averages}
+    assert all(same_bits(leaf, averages[name]) for name, leaf in leaves.items())
+
+
+def flip_byte_at(path: Path, text: bytes) -> None:
+    """Flip a bit at the first occurrence of `text` in one of the item's data files."""
+    for file in (path / "state/d").iterdir():
+        data = file.read_bytes()
+        if (offset := data.find(text)) >= 0:
+            file.write_bytes(data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
+
+
+def read_state(path: str) -> TrainingState:
+    with open_reader(Path(path)) as reader:
+        return read_leaves(reader)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("leaf", "called"),
+    slow_except(
+        [
+            ("params.final_norm.bias", "transformer.ln_f.bias"),
+            ("opt_state.adam.nu.final_norm.bias", "opt_state.adam.nu/transformer.ln_f.bias"),
+            ("opt_state.adam.mu.embed.tokens", "opt_state.adam.mu/transformer.wte.weight"),
+        ],
+        [("opt_state.adam.nu.final_norm.bias", "opt_state.adam.nu/transformer.ln_f.bias")],
+    ),
+)
+def test_verify_finds_flipped_bit_in_state(work_dir: Path, capsys: Capture, leaf: str, called: str):
+    run_ok("verify", "tuned")
+    shutil.copytree("tuned/5", "copy")
+    flip_byte_at(Path("copy"), read_state("copy")[leaf].reshape(-1)[:40].tobytes())
+    _, err = run_stdout_stderr(capsys, "verify", "copy", code=1)
+    label = f"{leaf} ({called.rpartition('/')[2]})"
+    assert f"differs  {label}" in err
+    _, err = run_stdout_stderr(capsys, "verify", "copy", "tuned", code=1)
+    assert f"differs  {label}  1 of " in err
+    _, err = run_stdout_stderr(capsys, "reshard", "copy", "--mesh", "1,4,2", "--out", "x", code=1)
+    assert f"{called} in copy is damaged" in err
+    assert main(["verify", "copy", "m-init", "-q"]) == 1  # the values differ
+    assert not Path("x").exists()
+
+
+@pytest.mark.slow
+def test_eval_computes_with_averages(run_state: dict[str, np.ndarray], capsys: Capture):
+    Path("words").mkdir()
+    write_tokenizer(Path("words"))
+    Path("text.txt").write_text(" ".join(WORDS))
+    words = ("--data", "text.txt", "--seq-length", "16", "--tokenizer", "words")
+    averaged = run_json(capsys, "eval", "averaged", *words)["loss"]
+    assert run_json(capsys, "eval", "run", "--ema", *words)["loss"] == averaged
+    assert run_json(capsys, "eval", "run", *words)["loss"] != averaged
+    assert (
+        prep.evaluate("run", "text.txt", seq_length=16, tokenizer="words", ema=True).loss
+        == averaged
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", slow_except([None, "1,2,4"], ["1,2,4"]))
+def test_load_params_reads_averages(run_state: dict[str, np.ndarray], mesh: str | None):
+    assert_equal_averages(prep.load_params("run", mesh, ema=True), run_state)
+
+
+@pytest.mark.slow
+def test_export_of_averaged_adapters_has_their_values():
+    make_training_folder()
+    recipe = Path("recipe.toml")
+    recipe.write_text(recipe.read_text() + LORA)
+    run_ok(
+        "train",
+        "recipe.toml",
+        "--set",
+        "train.steps=3",
+        "--set",
+        "optimizer.ema=0.5",
+        "--out",
+        "run",
+    )
+    run_ok("export", "run", "--ema", "--out", "adapter")
+    leaves = read_step_leaves(Path("run/3"))
+    exported = load_file("adapter/adapter_model.safetensors").values()
+    for prefix, is_exported in (("opt_state.ema.", True), ("params.", False)):
+        expected = [leaf for name, leaf in leaves.items() if name.startswith(prefix)]
+        values, other = (
+            np.sort(np.concatenate([leaf.ravel() for leaf in side]))
+            for side in (exported, expected)
+        )
+        assert np.array_equal(values, other) == is_exported

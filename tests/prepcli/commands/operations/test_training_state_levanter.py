@@ -44,6 +44,7 @@ from tests.helpers.other_trainers import (
     train_elsewhere,
 )
 from tests.helpers.run_cli import MonkeyPatch, error_lines, run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, read_tensors
 from tests.helpers.training_states import same_state, step_leaves
 
@@ -462,3 +463,24 @@ def test_tunix_and_prep_continue_each_other():
            "--mesh", "1,2,4", "--out", "from-tunix")  # fmt: skip
     continued = ("model.path=from-tunix", "data.tokenizer=tiny", "model.training_state=true")
     assert train("continued", *TUNIX_RECIPE, *continued) == pytest.approx(later, abs=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    slow_except(
+        [
+            # Lion has first moments only.
+            (f"{ADAM}nu.", f"no leaf is in {ADAM}nu"),
+            (f"{ADAM}nu.transformer.norm.weight", "has no opt_state.adam.nu of model.norm.weight"),
+            (f"{AVERAGES}transformer.norm.weight", "has no opt_state.ema of model.norm.weight"),
+        ],
+        [(f"{ADAM}nu.", f"no leaf is in {ADAM}nu")],
+    ),
+)
+def test_incomplete_state_is_an_error(levanter_folder: None, capsys, removed: str, message: str):
+    write_state("incomplete", {}, removed)
+    capsys.readouterr()
+    lines = error_lines(
+        capsys, "save-init", "incomplete", "--training-state", "--config", "tiny", "--out", "never"
+    )
+    assert message in " ".join(lines)
