@@ -70,7 +70,6 @@ def train_timed(words: list[str], start_s: float) -> dict[str, float]:
             owner = getattr(owner, class_name)
         setattr(owner, attribute, timed(getattr(owner, attribute), part, seconds))
     seconds["imports"] = time.time() - start_s
-    # The order of the parts is the order of the table.
     if code := main(words):
         raise SystemExit(code)
     # A step contains the compilation of the loop's programs.
@@ -105,25 +104,16 @@ def prepare(folder: Path, model: str, *, length: int, batch: int) -> None:
     """Write a model of random values, its initial checkpoint, a text and a recipe."""
     folder.mkdir(parents=True, exist_ok=True)
     init = f"init-{Path(model).stem}"
-    words = random.Random(0).choices(
-        ["the", "of", "and", "to", "in", "is", "that", "it"], k=200_000
-    )
-    (folder / "text.txt").write_text(" ".join(words))
+    vocabulary = ["the", "of", "and", "to", "in", "is", "that", "it"]
+    text = " ".join(random.Random(0).choices(vocabulary, k=200_000))
+    (folder / "text.txt").write_text(text)
     (folder / "recipe.toml").write_text(RECIPE.format(init=init, length=length, batch=batch))
-    if not (folder / init).exists():
-        prep = [sys.executable, "-m", "prepcli"]
-        subprocess.run(
-            [sys.executable, "-m", "bench.models", model, str(folder / f"hf-{Path(model).stem}")],
-            check=True,
-        )
-        init = [
-            "save-init",
-            str(folder / f"hf-{Path(model).stem}"),
-            "--out",
-            str(folder / init),
-            "--quiet",
-        ]
-        subprocess.run([*prep, *init], check=True, stdout=subprocess.DEVNULL)
+    if (folder / init).exists():
+        return
+    hf_folder = str(folder / f"hf-{Path(model).stem}")
+    subprocess.run([sys.executable, "-m", "bench.models", model, hf_folder], check=True)
+    words = ["save-init", hf_folder, "--out", str(folder / init), "--quiet"]
+    subprocess.run([sys.executable, "-m", "prepcli", *words], check=True, stdout=subprocess.DEVNULL)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """The engine: a pipeline of three stages, read, move (permute, digest, cast) and write, within a memory budget.
 
-Each stage is a thread that processes slabs in order. The durable state of a unit is therefore a single position, and a
-tensor's digest is computed over its bytes in C order as they pass. The engine does not depend on models or formats.
+Each stage processes slabs in order, in a thread of its own or in the calling thread. The durable state of a unit is
+therefore a single position, and a tensor's digest is computed over its bytes in C order as they pass. The engine does
+not depend on models or formats.
 """
 
 from __future__ import annotations
