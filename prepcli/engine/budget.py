@@ -122,15 +122,19 @@ def lanes_have_threads(unit_nbytes: Sequence[int], num_lanes: int, *, are_in_mem
     """Return whether the stages of each lane have threads of their own.
 
     Without them a lane keeps one core busy, and its slabs stay in the caches of the core. This is faster if no stage
-    waits for a disk, and if every lane has work until the end.
+    waits for a disk, and if every lane has work until the end or there is one core.
 
     Args:
         unit_nbytes: Bytes of each unit. Only one lane moves a unit.
         num_lanes: Number of lanes.
         are_in_memory: Whether no file is on a disk.
     """
+    if not are_in_memory:
+        return True
+    if len(os.sched_getaffinity(0)) == 1:
+        return False
     is_divided = max(unit_nbytes, default=0) * num_lanes <= sum(unit_nbytes)
-    return num_lanes == 1 or not are_in_memory or not is_divided
+    return num_lanes == 1 or not is_divided
 
 
 def check_memory(nbytes: int, limit: str) -> None:

@@ -38,6 +38,8 @@ from prepcli.stores.buffers import ByteArray
 MOST_UNSYNCED_NBYTES = 256 << 20
 # Slabs of a pipeline without threads stay in the caches of a core from the read to the write.
 CACHED_SLAB_NBYTES = 4 << 20
+# A look at the memory of the process takes as long as hashing 2 MiB.
+MEMORY_INTERVAL_S = 0.02
 # A claim of a unit holds a file descriptor until the unit is synced, e.g. seconds on a slow disk.
 MAX_UNSYNCED_UNITS = 64
 
@@ -212,6 +214,7 @@ class Pipeline:
         self.prefix: StreamPrefix | None = None
         self.unsynced_nbytes = 0
         self.unsynced_units: list[int] = []
+        self.next_memory_look_s = 0.0
         self.error: BaseException | None = None
 
     def run(self) -> ConversionResult:
@@ -354,6 +357,8 @@ class Pipeline:
 
     def _sync_last_point(self) -> None:
         """Make all written bytes durable, also after an error."""
+        # All buffers that the pipeline has used are still allocated.
+        self._look_at_memory()
         background_sync = self.background_sync
         self.background_sync = None
         try:
@@ -518,8 +523,14 @@ class Pipeline:
             and not _shares_pages(task)
         ):
             self.background_sync.submit(self._take_sync_point())
+        end_s = time.perf_counter()
+        if end_s >= self.next_memory_look_s:
+            self._look_at_memory()
+            self.next_memory_look_s = end_s + MEMORY_INTERVAL_S
+        self.result.seconds["write"] += end_s - start_s
+
+    def _look_at_memory(self) -> None:
         self.result.peak_nbytes = max(self.result.peak_nbytes, anonymous_nbytes())
-        self.result.seconds["write"] += time.perf_counter() - start_s
 
     def _take_sync_point(self) -> SyncPoint:
         """Return the writer's position, and start collecting the next sync point."""
