@@ -219,7 +219,7 @@ def test_growth_svg_has_two_charts() -> None:
     assert "--color0: #" in (picture[0].text or ""), "the file defines the colours of its curves"
 
 
-def test_table_of_usual_commands_has_seconds_cpu_ratio_memory_and_ratio_to_prep() -> None:
+def test_table_of_usual_commands_has_costs_and_ratios() -> None:
     ours, theirs = (
         CommandCost(0, 5.0, 1, 100 * MIB, 0, "", ""),
         CommandCost(0, 60.0, 9, 3000 * MIB, 0, "", ""),

@@ -159,7 +159,7 @@ def test_limits_of_a_call_do_not_bound_the_next_request():
 
 
 @pytest.mark.slow
-def test_ignored_signal_of_the_parent_does_not_lift_the_time_limit():
+def test_time_limit_holds_if_the_parent_ignores_the_signal():
     before = signal.signal(signal.SIGXCPU, signal.SIG_IGN)
     try:
         box = make("builtins:int", 3)

@@ -467,9 +467,7 @@ def test_scale_keeps_the_sign_of_zero(scale: LayoutScale):
 @pytest.mark.parametrize(
     ("number", "is_exact"), [(1, True), (4, True), (8, False), (64, True), (144, False)]
 )
-def test_scales_are_exact_if_the_root_is_a_power_of_two_or_float32_is_wider(
-    number: int, is_exact: bool
-):
+def test_scale_is_exact_for_powers_of_two_and_wider_float32(number: int, is_exact: bool):
     assert LayoutScale(number).is_exact == is_exact
     # Float32 keeps enough digits to compute the bfloat16 value again.
     assert LayoutScale(number, "bfloat16").is_exact
@@ -513,7 +511,7 @@ def test_offset_is_added_and_subtracted(dtype: np.dtype):
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(BFLOAT16, 2.0**-16), (np.dtype("f2"), 2.0**-13)])
-def test_way_back_of_an_offset_from_float32_loses_only_tiny_values(dtype: np.dtype, limit: float):
+def test_offset_from_float32_and_back_loses_only_tiny_values(dtype: np.dtype, limit: float):
     values = np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float32)
     values = values[np.isfinite(values)]
     scale = LayoutScale(1, dtype.name, offset=1)

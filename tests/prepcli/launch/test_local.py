@@ -33,7 +33,7 @@ def test_free_port_is_none_of_the_ports_of_connections():
     assert len(ports) > 1
 
 
-def test_free_ports_differ_if_the_kernel_assigns_almost_all_ports(
+def test_free_ports_differ_if_nearly_all_ports_are_assigned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Many servers have this range. Two jobs that start together must not choose one port."""

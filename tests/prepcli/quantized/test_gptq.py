@@ -168,7 +168,7 @@ def awq_reference(arrays: Arrays) -> np.ndarray:
     return np.ascontiguousarray(((codes - zeros).astype(np.float16) * scales).T)
 
 
-def test_random_awq_weight_decodes_like_the_reference_in_parts_of_any_size():
+def test_parts_of_a_random_awq_weight_decode_like_the_reference():
     arrays = awq_random_weight(inputs=64, outputs=80, groups=4)
     decoder = awq_decoder_of(arrays)
     for rows_per_part in (None, 1, 13):

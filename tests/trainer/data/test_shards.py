@@ -578,7 +578,7 @@ def test_ids_of_two_dtypes_are_not_joined(tmp_path: Path):
     assert tokens.ids[:].tolist() == np.concatenate(files).tolist()
 
 
-def test_shard_is_accepted_when_another_process_has_removed_its_folder(tmp_path: Path):
+def test_shard_is_accepted_after_its_folder_is_removed(tmp_path: Path):
     store = tmp_path / NAME
     with writing_shard(store, 0, "uint16") as first:
         fill(first)

@@ -318,7 +318,7 @@ def test_identity_ignores_settings_that_change_no_token(change: dict[str, Any]):
     assert identity(**JSON) == identity(**{**JSON, **change})
 
 
-def test_chat_identity_has_the_begin_token_only_if_the_template_lacks_it():
+def test_chat_identity_has_a_begin_token_that_the_template_lacks():
     settings = {**JSON, "fields": "messages", "chat_template": TEMPLATE}
     assert identity(**settings, add_bos=True) != identity(**settings)
     writes_bos = replace(TEMPLATE, text="{{ bos_token }}{{ messages }}")

@@ -179,7 +179,7 @@ def test_plan_exchange_splits_large_layers_by_rows():
     assert math.prod(placed) * 4 <= leaf_slices.SLICE_NBYTES // 2
 
 
-def test_slices_of_an_all_gather_are_twice_those_of_an_all_to_all():
+def test_all_gather_has_twice_the_slices_of_an_all_to_all():
     nbytes: list[int] = []
     for axes in ((), (None, "fsdp")):
         sharding = sharding_of((1, 8, 1), *axes)

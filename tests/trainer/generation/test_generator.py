@@ -201,11 +201,10 @@ def test_greedy_file_has_tokens_of_every_config():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("name", GOLDEN)
 def test_greedy_file_matches_installed_transformers(name: str):
-    torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    torch.set_num_threads(1)
     entry = golden_greedy()[name]
     assert make_greedy.compute(name, entry["prompts"][:1]) == entry["tokens"][:1]
 

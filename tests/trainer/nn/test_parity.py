@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -338,15 +337,6 @@ def batch_lengths(config: HFConfig) -> list[tuple[int, ...]]:
     if arch_config.encoder is not None or rope_types & {*LENGTH_DEPENDENT_ROPES}:
         return [SHORT, LIVE_LONG]
     return [(*SHORT, *LIVE_LONG)]
-
-
-@pytest.fixture(scope="module")
-def one_torch_thread() -> Iterator[None]:
-    """Limit torch to one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # Configs with fields that golden files lack and that change the computation.

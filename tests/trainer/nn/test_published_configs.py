@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -36,8 +36,9 @@ from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import LIVE, LLAMA
 
-torch = lazy_module("torch")
+lazy_module("torch")
 lazy_module("transformers")
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 LENGTHS = (40, 7)
@@ -152,15 +153,6 @@ SAMPLED_FAMILIES = (
     "mamba2",
     "t5",
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Run torch with one thread in the test."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def wrong_samples(results: Iterable[tuple[int, Sample, FuzzResult]]) -> dict[int, str]:

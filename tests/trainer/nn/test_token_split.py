@@ -430,7 +430,7 @@ def test_output_and_gradients_match_float64(
 
 
 @pytest.mark.slow
-def test_random_masks_biases_and_softcaps_match_float64_in_many_draws():
+def test_many_masks_biases_and_softcaps_match_float64():
     for seed in range(40):
         for num_devices in (2, 4):
             check_ring(

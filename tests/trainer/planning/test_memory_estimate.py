@@ -87,7 +87,7 @@ def test_estimate_is_within_5_percent_of_plans_for_tpus():
             assert 0.98 <= point.estimated_nbytes / MIB / planned_mib <= 1.05, point.flags
 
 
-def test_attention_kernel_does_not_change_layers_without_attention():
+def test_kernel_does_not_change_layers_without_attention():
     flags = "--size mamba2 --rows 4 --tokens 1024 --remat nothing_saveable --ffn-chunk -1 --dtype float32"
     reference, blockwise = (
         MemoryPoint(f"{flags} --kernel {kernel}", 0).estimate
@@ -146,7 +146,7 @@ def test_one_accelerator_needs_the_memory_of_a_cpu(remat_policy: str):
     assert cpu == accelerator
 
 
-def test_accelerators_gather_the_next_layer_and_hold_whole_gradients():
+def test_accelerators_gather_a_layer_and_hold_whole_gradients():
     """One layer has 3,162,112 weights, of which mp leaves a quarter. 1,024 tokens of width 512 have two gradients."""
     options: dict[str, Any] = {"seq_length": 1024, "micro_batch_size": 2, "ffn_chunk_size": 512}
     remat: dict[str, Any] = {"remat_policy": "nothing_saveable"}

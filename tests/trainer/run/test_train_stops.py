@@ -108,7 +108,7 @@ def test_stop_in_the_evaluation_of_the_best_step_keeps_it(work_dir: Path):
 
 
 @pytest.mark.slow
-def test_repeated_evaluation_that_ends_a_run_is_followed_by_its_samples(work_dir: Path):
+def test_samples_follow_a_repeated_evaluation_that_ends_a_run(work_dir: Path):
     keys = ("train.eval_every=2", "optimizer.lr=0.3", "optimizer.clip_norm=0", "eval.patience=2")
     keys = (*keys, 'log.samples="w1 w2"', "log.sample_tokens=2")
     words = ("train", "recipe.toml", *set_keys(*keys))
@@ -134,7 +134,7 @@ def test_repeated_sigterm_does_not_end_the_save(work_dir: Path):
     assert saved_steps(Path("run"))[-1] == 5
 
 
-def test_evaluation_of_a_step_without_optimizer_state_is_repeated(work_dir: Path):
+def test_step_without_optimizer_state_is_evaluated_again(work_dir: Path):
     """Gradient descent without momentum keeps no state, so that the run can be trained from its last step."""
     parameters = ("checkpoint.optimizer_state=false", "train.steps=2")
     words = (*TRAIN, *set_keys("optimizer.type=sgd", "optimizer.momentum=0", *parameters))

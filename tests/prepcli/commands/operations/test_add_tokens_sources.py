@@ -30,8 +30,11 @@ CONTENTS = ["<tool>", "<end>"]
 
 
 @pytest.fixture(autouse=True)
-def _folder() -> None:
+def _lists_of_tokens() -> None:
     write_json(Path("tokens.json"), CONTENTS)
+    write_json(Path("pieces.json"), PIECE_TOKENS)
+    Path("first.txt").write_text("<tool>\n<end>\n")
+    Path("second.txt").write_text("zzz\n")
 
 
 def write_small_tokenizer(folder: Path) -> int:
@@ -203,11 +206,6 @@ EMBEDDINGS = {"bpe": "model.embed_tokens.weight", "unigram": "shared.weight"}
 ADD = ("add-tokens", "./m", "--tokens", "pieces.json")
 
 
-@pytest.fixture(autouse=True)
-def _pieces() -> None:
-    write_json(Path("pieces.json"), PIECE_TOKENS)
-
-
 def small_files(folder: str) -> dict[str, bytes]:
     """Return the content of the tokenizer and its settings, by name."""
     names = ("*.model", "*token*.json")
@@ -355,12 +353,6 @@ def test_tokens_are_not_removed_from_another_tokenizer(capsys: Capture):
 
 
 # `prep verify --chain` through outputs of `add-tokens` and `remove-tokens`
-
-
-@pytest.fixture(autouse=True)
-def _two_lists() -> None:
-    Path("first.txt").write_text("<tool>\n<end>\n")
-    Path("second.txt").write_text("zzz\n")
 
 
 @pytest.mark.parametrize("init", slow_except(["mean", "zeros", "normal"], ["zeros"]))

@@ -411,7 +411,7 @@ def test_rows_without_digest_break_the_link(chain: Path):
         prep.verify_chain("hf")
 
 
-def test_config_file_that_differs_from_the_manifest_breaks_the_link(chain: Path):
+def test_config_that_differs_from_the_manifest_breaks_the_link(chain: Path):
     edit_config("hf/config.json")
     with changed_manifest(Path("hf")) as manifest:
         manifest["files"]["config.json"] = record_file(Path("hf/config.json"))

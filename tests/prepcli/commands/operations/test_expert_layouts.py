@@ -248,7 +248,7 @@ def test_text_only_writes_experts_as_the_text_class_reads_them(mlp: int):
     np.testing.assert_allclose(logits, expected, rtol=0, atol=LOGITS_ATOL)
 
 
-def test_text_only_compares_transposed_experts_with_their_digests(capsys: Capture):
+def test_text_only_compares_digests_of_transposed_experts(capsys: Capture):
     make_model(CASES["transposed 24"])
     run_ok("save-init", "./m")
     run_ok("export", "m-init", "--out", "back")

@@ -298,7 +298,6 @@ THREE_FAMILIES = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def _work_dir(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    torch.set_num_threads(1)
 
 
 def compute_logits(model: Any, true_vocab: int) -> Any:
@@ -317,6 +316,7 @@ def test_model_saved_by_transformers_round_trips(base: dict[str, Any], tmp_path:
 
 
 @THREE_FAMILIES
+@pytest.mark.usefixtures("one_torch_thread")
 def test_exported_model_has_the_same_logits(base: dict[str, Any], tmp_path: Path):
     make_checkpoint(Path("m"), base, legacy=True)
     assert main(["save-init", "./m", "--pad-vocab", "128", "-q"]) == 0

@@ -215,7 +215,7 @@ BIG = LLAMA | {"vocab_size": 16384, "hidden_size": 512, "num_hidden_layers": 2}
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(slurm.missing_requirement()), reason=slurm.missing_requirement())
-def test_killed_host_is_requeued_and_completes_an_output_in_a_bucket(
+def test_requeued_host_completes_an_output_in_a_bucket(
     cluster: dict[str, str], monkeypatch: MonkeyPatch, capsys: Capture
 ):
     """Two hosts without a shared folder for the output. The store is on the loopback interface."""

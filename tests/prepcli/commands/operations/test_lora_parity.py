@@ -35,13 +35,13 @@ from trainer.training.step import StepSetup
 torch = lazy_module("torch")
 transformers = lazy_module("transformers")
 peft = lazy_module("peft")
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12) * 5 % 131
 
 
 @pytest.fixture(autouse=True)
 def _work_dir(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    torch.set_num_threads(1)
 
 
 def load_torch_model(folder: str) -> Any:
