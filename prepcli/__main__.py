@@ -15,6 +15,9 @@ from types import FrameType
 def main() -> int:
     """Run the command of `sys.argv`, and return its exit code."""
     _handle_interrupt(_quit)
+    # NumPy loads OpenBLAS, which starts a thread per core. Each would spin for 50 ms before it sleeps, also in commands
+    # that multiply no matrices. The unit is the logarithm of cycles.
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     from prepcli.commands.cli.main import main as run_command
 
     try:
