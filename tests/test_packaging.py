@@ -8,19 +8,17 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from prepcli.core import VERSION
 from tests.helpers.archives import extract_all
 
 pytest.importorskip("setuptools", "77")
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-VERSION = PROJECT["version"]
 DIST_INFO = f"prepcli-{VERSION}.dist-info"
 DEVELOPMENT = ("tests", "bench", "tools")
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"

@@ -20,7 +20,7 @@ from prepcli.commands.console.notebook import NotebookBlock, NotebookObserver, r
 from prepcli.commands.console.progress_displays import LineProgress
 from prepcli.commands.console.ui import LIBRARIES, NORMAL, QUIET, Report, Ui, open_ui, printable
 from prepcli.commands.operations.results import Conversion, TrainingRun
-from prepcli.core import version
+from prepcli.core import VERSION
 from prepcli.core.errors import (
     FAILED,
     INTERRUPTED,
@@ -98,7 +98,7 @@ def test_json_has_the_common_fields() -> None:
     assert code == OK
     assert streams.out.getvalue().count("\n") == 1
     assert json.loads(streams.out.getvalue()) == {
-        "prep": version(),
+        "prep": VERSION,
         "command": "save-init",
         "ok": True,
         "seconds": 71.2,
