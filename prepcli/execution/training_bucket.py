@@ -49,7 +49,8 @@ from prepcli.formats.manifest import (
 from prepcli.planning.object_files import LeafBoxes, LeafGroup, ProcessFiles, plan_process_files
 from prepcli.planning.plan import OutputLeaf
 from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.sources.locate import Access, locate
+from prepcli.sources.locate import locate
+from prepcli.sources.open_folder import Access
 from prepcli.sources.opening import open_source
 from prepcli.stores.addresses import ObjectStoreUrl
 from prepcli.stores.bucket_lock import BucketLock

@@ -20,10 +20,11 @@ from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.sources.dequantized import dequantize_source, without_unused_quantization
 from prepcli.sources.dropped_tensors import UNINDEXED_RULE, matching_drops, unindexed_names
 from prepcli.sources.foreign_trees import NATIVE_LAYOUT
-from prepcli.sources.locate import LocatedCheckpoint, OpenFolder
+from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.mapped import apply_map, apply_recorded_map, recorded_map
 from prepcli.sources.maps import TensorMap
 from prepcli.sources.model_family import split_towers, verbatim_error
+from prepcli.sources.open_folder import OpenFolder
 from prepcli.sources.references import CONFIG, KeptScales, SourceHints
 from prepcli.sources.side_files import check_patterns, unread_weights
 from prepcli.sources.source import Source, check_headers

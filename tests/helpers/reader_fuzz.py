@@ -41,7 +41,8 @@ from prepcli.formats.gguf import GgufArray, read_gguf_header
 from prepcli.formats.safetensors import read_safetensors_header
 from prepcli.formats.torch_dcp import METADATA_FILE, read_dcp_folder
 from prepcli.sources.dequantized import find_stored_weights
-from prepcli.sources.locate import Access, locate
+from prepcli.sources.locate import locate
+from prepcli.sources.open_folder import Access
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import SourceTensor
 from prepcli.stores.buffers import Blob

@@ -15,7 +15,7 @@ from typing import BinaryIO, NoReturn
 from prepcli.core.errors import Key, PrepError, Text, text, usage_error
 from prepcli.core.formatting import format_bytes, suggest
 from prepcli.core.observer import NullProgress
-from prepcli.sources.locate import Access
+from prepcli.sources.open_folder import Access
 from prepcli.stores.addresses import parse_hub_address, parse_url
 from prepcli.stores.byte_ranges import RemoteFile
 from prepcli.stores.files import not_regular_error, open_regular_file

@@ -16,7 +16,7 @@ from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import num_batch_shards
 from prepcli.models.rules import merge_rules
 from prepcli.sources.generation_config import folder_generation_defaults
-from prepcli.sources.locate import make_access
+from prepcli.sources.open_folder import make_access
 from prepcli.targets.hf_folder import tokenizer_folder
 from trainer.data.find_files import DataFinder
 from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest

@@ -41,8 +41,9 @@ from prepcli.restore.digest_checks import (
 )
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
-from prepcli.sources.locate import Access, LocatedCheckpoint, check_stream, locate
+from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.model_family import towers_entry, verbatim_error
+from prepcli.sources.open_folder import Access
 from prepcli.sources.openers.peft_settings import read_adapter_family
 from prepcli.sources.openers.tensor_files import open_adapter
 from prepcli.sources.opening import open_source

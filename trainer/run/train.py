@@ -40,7 +40,7 @@ from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule, St
 from prepcli.execution.training_storage import RunStorage, joint_work
 from prepcli.formats.manifest import RECIPE_FILE
 from prepcli.planning.manifest_fields import Manifest
-from prepcli.sources.locate import make_access
+from prepcli.sources.open_folder import make_access
 from trainer.data.find_files import DataFinder
 from trainer.data.store import has_shard, is_complete
 from trainer.recipe import LoadedRecipe, recipe_to_toml

@@ -23,8 +23,9 @@ from prepcli.planning.tensors import OPT_STATE_RULE
 from prepcli.restore.digest_checks import note_missing_file_digests
 from prepcli.sources.detect import is_quantized
 from prepcli.sources.dropped_tensors import drop_tensors
-from prepcli.sources.locate import Access, LocatedCheckpoint, locate, make_access
+from prepcli.sources.locate import LocatedCheckpoint, locate
 from prepcli.sources.model_family import text_part_fault
+from prepcli.sources.open_folder import Access, make_access
 from prepcli.sources.opening import UNREAD_STATE, open_source
 from prepcli.sources.references import KeptScales, default_checkpoint
 from prepcli.sources.source import Source, use_averaged_params

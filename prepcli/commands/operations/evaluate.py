@@ -39,7 +39,7 @@ from prepcli.core.errors import Key, Option, PrepError, Style, text, usage_error
 from prepcli.core.formatting import count_text, format_duration, suggest
 from prepcli.core.observer import CommandObserver, Observer, PacedNotes, Progress, ticking
 from prepcli.core.option_spec import PathLike, as_tuple
-from prepcli.sources.locate import make_access
+from prepcli.sources.open_folder import make_access
 from prepcli.sources.source import Source
 from trainer.data.find_files import DataFinder
 from trainer.recipe import Recipe

@@ -40,7 +40,7 @@ from prepcli.sources.dequantized import (
     has_quantized_weights,
     with_quantized_bytes,
 )
-from prepcli.sources.locate import Access, LocatedCheckpoint, cached_model, locate
+from prepcli.sources.locate import LocatedCheckpoint, locate
 from prepcli.sources.mapped import read_map
 from prepcli.sources.maps import TensorMap
 from prepcli.sources.model_family import (
@@ -50,6 +50,7 @@ from prepcli.sources.model_family import (
     towers_title,
     with_towers,
 )
+from prepcli.sources.open_folder import Access
 from prepcli.sources.opening import open_source
 from prepcli.sources.recorded_sources import find_quantized_source
 from prepcli.sources.references import HubRepo, parse_reference
@@ -403,6 +404,9 @@ def _open_recorded_original(
     name, manifest = find_quantized_source(source.tree_manifest, located.files.path)
     reference = parse_reference(name)
     if isinstance(reference, HubRepo):
+        # Most checkpoints are on a disk, and need no client of the hub.
+        from prepcli.sources.remote_folders import cached_model
+
         name = str(cached_model(reference, manifest.origin.get("commit")))
     original = _open_original(name, common, observer)
     present = [(stamp.path, stamp.size, stamp.digest) for stamp in original.file_stamps]

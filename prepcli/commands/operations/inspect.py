@@ -45,8 +45,9 @@ from prepcli.planning.tensors import OPT_STATE
 from prepcli.restore.digest_checks import check_tensors
 from prepcli.sources.dequantized import DECODED_DTYPE
 from prepcli.sources.detect import is_quantized, model_quantization
-from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate, make_access
+from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.mapped import read_map
+from prepcli.sources.open_folder import make_access
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import (
     Source,

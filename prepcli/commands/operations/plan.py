@@ -32,8 +32,9 @@ from prepcli.models.registry import family_of
 from prepcli.models.rules import Rules, merge_rules
 from prepcli.planning.manifest_fields import Manifest
 from prepcli.sources.aliases import ALIASES_BY_NAME
-from prepcli.sources.locate import locate, make_access
+from prepcli.sources.locate import locate
 from prepcli.sources.mapped import read_map
+from prepcli.sources.open_folder import make_access
 from prepcli.sources.source import read_config
 from trainer.planning.memory_estimate import estimate_memory
 from trainer.planning.memory_inputs import FLOAT32

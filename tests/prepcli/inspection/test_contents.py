@@ -29,7 +29,8 @@ from prepcli.models.mesh import parse_mesh
 from prepcli.models.partition import partition_spec
 from prepcli.models.rules import PARAM_RULES, merge_rules
 from prepcli.planning.arrays import whole_array
-from prepcli.sources.locate import OpenFolder, locate
+from prepcli.sources.locate import locate
+from prepcli.sources.open_folder import OpenFolder
 from prepcli.sources.source import SourceTensor, stored_tensor
 from prepcli.stores.paths import local_copy
 from tests.helpers.golden_flax import FOLDER, decode_msgpack

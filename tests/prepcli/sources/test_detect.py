@@ -12,7 +12,7 @@ import pytest
 from prepcli.core.errors import FAILED, PrepError
 from prepcli.formats.registry import Kind
 from prepcli.sources.detect import detect, detect_file
-from prepcli.sources.locate import OpenFolder
+from prepcli.sources.open_folder import OpenFolder
 from prepcli.stores.files import MAX_CONFIG_NBYTES
 
 

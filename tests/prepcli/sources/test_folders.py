@@ -19,8 +19,10 @@ from prepcli.formats.orbax import find_item
 from prepcli.formats.registry import Kind
 from prepcli.inspection.contents import read_contents
 from prepcli.sources.detect import detect
-from prepcli.sources.locate import Access, HubFolder, LocatedCheckpoint, OpenFolder
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.open_folder import Access, OpenFolder
 from prepcli.sources.opening import open_source
+from prepcli.sources.remote_folders import HubFolder
 from prepcli.stores import byte_ranges
 from prepcli.stores.addresses import ObjectStoreUrl
 from prepcli.stores.byte_ranges import DEFAULT_RETRY_POLICY

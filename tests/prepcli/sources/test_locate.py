@@ -10,7 +10,8 @@ from prepcli.core.errors import USAGE, PrepError, UsageError
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
 from prepcli.models.registry import FAMILIES as SUPPORTED_FAMILIES
 from prepcli.sources.aliases import ALIAS_FAMILIES, ALIASES, ALIASES_BY_NAME
-from prepcli.sources.locate import Access, LocatedCheckpoint, OpenFolder, locate
+from prepcli.sources.locate import LocatedCheckpoint, locate
+from prepcli.sources.open_folder import Access, OpenFolder
 from prepcli.sources.references import (
     BucketUrl,
     HubRepo,
@@ -45,7 +46,7 @@ def downloads(
             repo.display_name, fill(tmp_path / "abc123", "model.safetensors"), commit="abc123"
         )
 
-    monkeypatch.setattr("prepcli.sources.locate.open_hub_folder", open_hub_folder)
+    monkeypatch.setattr("prepcli.sources.remote_folders.open_hub_folder", open_hub_folder)
     return requests
 
 

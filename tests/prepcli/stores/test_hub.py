@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from prepcli.sources.locate import files_to_download
+from prepcli.sources.remote_folders import files_to_download
 from tests.helpers.adapters import ALPHA, RANK, make_adapter
 from tests.helpers.fork_server import run_python
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, hub_environment, serve_hub
@@ -64,7 +64,7 @@ REPOS = {
 LOOKED_FOR = "looked for *.safetensors, *.bin, *.pth, *.pt, *.msgpack, *.distcp, Orbax `_METADATA`, EasyLM stream"
 SCRIPT = """
 import io, json, os, sys
-from prepcli.sources.locate import Access
+from prepcli.sources.open_folder import Access
 from prepcli.sources.locate import locate
 from prepcli.core.errors import PrepError
 from prepcli.commands.console.progress_displays import JsonProgress
@@ -87,7 +87,7 @@ for name in names:
 ADAPTER_SCRIPT = """
 import json, sys
 from prepcli.inspection.contents import read_contents
-from prepcli.sources.locate import Access
+from prepcli.sources.open_folder import Access
 from prepcli.sources.locate import locate
 contents = read_contents(locate(sys.argv[1], access=Access(allow_adapters=True)))
 print(json.dumps([contents.adapter, contents.non_arrays]))

@@ -23,7 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.core.errors import PrepError
-from prepcli.sources.locate import Access, locate
+from prepcli.sources.locate import locate
+from prepcli.sources.open_folder import Access
 from prepcli.sources.opening import open_source
 from prepcli.stores import byte_ranges
 from prepcli.stores.byte_ranges import RemoteFile, RetryPolicy, read_range

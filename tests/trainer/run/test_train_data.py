@@ -18,7 +18,7 @@ import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, STOPPED, USAGE, PrepError, UsageError
 from prepcli.core.observer import SilentObserver
-from prepcli.sources.locate import Access
+from prepcli.sources.open_folder import Access
 from tests.helpers.corpus import make_config, tokenize_quietly
 from tests.helpers.data_formats import write_arrow_files, write_json_files
 from tests.helpers.fork_server import run_python
@@ -169,7 +169,7 @@ SCRIPT = """
 import json, sys
 from trainer.data.find_files import DataFinder
 from prepcli.core.errors import PrepError
-from prepcli.sources.locate import Access
+from prepcli.sources.open_folder import Access
 from trainer.data.files import check_not_empty
 from trainer.data.dataset_layout import Selection
 finder = DataFinder(Access(offline="--offline" in sys.argv), note=lambda text: None)

@@ -18,7 +18,8 @@ from prepcli.commands.cli.main import main
 from prepcli.core.errors import FAILED, OK, USAGE
 from prepcli.formats.manifest import record_file
 from prepcli.restore.digest_checks import towers_digest
-from prepcli.sources.locate import Access, locate
+from prepcli.sources.locate import locate
+from prepcli.sources.open_folder import Access
 from prepcli.sources.opening import open_source
 from tests.helpers.adapters import make_adapter
 from tests.helpers.damage import flip_used_bit, tensor_place
