@@ -405,8 +405,8 @@ class ChunkTable:
         """
         steps = strides(self.counts)
         start = sum(map(mul, map(sub, index, self.first), steps))
-        numbers = _sums([(count, steps[dim] * step) for count, _, dim, step in loops], start)
-        displacements = _sums([(count, stride) for count, stride, _, _ in loops], 0)
+        numbers = loop_sums([(count, steps[dim] * step) for count, _, dim, step in loops], start)
+        displacements = loop_sums([(count, stride) for count, stride, _, _ in loops], 0)
         for number, displacement in zip(numbers, displacements):
             yield self.files[number], self.offsets[number], displacement
 
@@ -414,7 +414,7 @@ class ChunkTable:
         """Return the files and offsets of a box of chunks."""
         steps = strides(self.counts)
         start = sum(map(mul, map(sub, first, self.first), steps))
-        numbers = _sums([*zip(map(sub, stop, first), steps)], start)
+        numbers = loop_sums([*zip(map(sub, stop, first), steps)], start)
         files = array("i", [self.files[number] for number in numbers])
         return files, array("q", [self.offsets[number] for number in numbers])
 
@@ -475,7 +475,7 @@ class ArrayParts:
 Chunks = StridedChunks | ChunkTable | ArrayParts
 
 
-def _sums(loops: Sequence[tuple[int, int]], start: int) -> list[int]:
+def loop_sums(loops: Sequence[tuple[int, int]], start: int) -> list[int]:
     """Return `start` plus the displacement of each iteration of nested loops (count, step), outermost loop first."""
     sums = [start]
     for count, step in loops:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
 
 from prepcli.algebra.axis_map import TensorDim
 from prepcli.algebra.boxes import Range, strides
@@ -13,7 +12,7 @@ from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import PrepError
 from prepcli.planning.arrays import Locations, location_copies
 from prepcli.planning.plan import Plan, Stream
-from prepcli.planning.slabs import split_stream
+from prepcli.planning.slabs import Slab, split_stream
 from prepcli.planning.tensors import is_decoded_tensor
 
 # File number, start byte, stop byte.
@@ -46,21 +45,26 @@ def check(plan: Plan, slab_nbytes: int) -> None:
                 f"{equality.name} and {equality.duplicate_of} would not be compared"
             )
     # Both directions are compared as byte ranges: the slabs' copies, and the plan's locations.
-    # Slabs come from the code that the engine runs, so an error of the index algebra is found here. They are made
-    # for reads and again for writes, because a plan may have too many slabs for memory.
+    # Slabs come from the code that the engine runs, so an error of the index algebra is found here. None is kept,
+    # because a plan may have too many for memory.
     # Tensors that are read for a check alone may have bytes of others. Among themselves they share none.
-    is_check = {stream.name: is_decoded_tensor(stream.name) for stream in plan.streams}
-    for kind in sorted(set(is_check.values())):
-        numbers = [n for n, stream in enumerate(plan.streams) if is_check[stream.name] == kind]
-        copies = _slab_copies(plan, numbers, slab_nbytes, "reads")
-        actual = _merge_spans(_joined_spans(copies), "read")
-        expected: list[FileSpan] = []
-        for number in numbers:
-            stream = plan.streams[number]
-            expected += _stream_spans(stream, stream.reads)
-        _check_equal_spans("read", actual, _merge_spans(expected, "read"))
-    copies = _slab_copies(plan, range(len(plan.streams)), slab_nbytes, "writes")
-    actual = _merge_spans(_joined_spans(copies), "written")
+    read_runs = {False: _CopiedRuns(), True: _CopiedRuns()}
+    expected_reads: dict[bool, list[FileSpan]] = {False: [], True: []}
+    written_runs = _CopiedRuns()
+    for number, stream in enumerate(plan.streams):
+        is_check = is_decoded_tensor(stream.name)
+        expected_reads[is_check] += _stream_spans(stream, stream.reads)
+        for slab in split_stream(number, stream, max_nbytes=slab_nbytes):
+            if stream.reads:
+                _check_nbytes(stream, slab, "reads", slab.reads, slab.nbytes)
+            if stream.writes:
+                _check_nbytes(stream, slab, "writes", slab.writes, slab.written_nbytes)
+            read_runs[is_check].add(slab.reads)
+            written_runs.add(slab.writes)
+    for is_check, runs in read_runs.items():
+        actual = _merge_spans(runs.spans(), "read")
+        _check_equal_spans("read", actual, _merge_spans(expected_reads[is_check], "read"))
+    actual = _merge_spans(written_runs.spans(), "written")
     expected = _merge_spans(_expected_write_spans(plan), "written")
     _check_equal_spans("written", actual, expected)
 
@@ -121,26 +125,14 @@ def _row_indices(dim: TensorDim) -> set[int]:
     return set(indices)
 
 
-def _slab_copies(
-    plan: Plan, numbers: Iterable[int], slab_nbytes: int, direction: Literal["reads", "writes"]
-) -> Iterator[StridedCopy]:
-    """Yield the copies of streams from the source, or to the output. Raise PrepError if a slab's lack some bytes."""
-    for number in numbers:
-        stream = plan.streams[number]
-        for slab in split_stream(number, stream, max_nbytes=slab_nbytes):
-            if direction == "reads":
-                copies = slab.reads
-                locations = stream.reads
-                expected_nbytes = slab.nbytes
-            else:
-                copies = slab.writes
-                locations = stream.writes
-                expected_nbytes = slab.written_nbytes
-            copied_nbytes = sum(copy.nbytes for copy in copies)
-            if locations and copied_nbytes != expected_nbytes:
-                why = f"has {expected_nbytes:,} bytes, its {direction} have {copied_nbytes:,}"
-                raise _coverage_error(f"{stream.name}: the slab at byte {slab.start:,} {why}")
-            yield from copies
+def _check_nbytes(
+    stream: Stream, slab: Slab, direction: str, copies: Sequence[StridedCopy], nbytes: int
+) -> None:
+    """Raise PrepError if the reads or the writes of a slab have another number of bytes than the slab."""
+    copied_nbytes = sum(copy.nbytes for copy in copies)
+    if copied_nbytes != nbytes:
+        why = f"has {nbytes:,} bytes, its {direction} have {copied_nbytes:,}"
+        raise _coverage_error(f"{stream.name}: the slab at byte {slab.start:,} {why}")
 
 
 def _expected_write_spans(plan: Plan) -> list[FileSpan]:
@@ -154,8 +146,8 @@ def _expected_write_spans(plan: Plan) -> list[FileSpan]:
         chunk_nbytes = leaf.chunk_nbytes
         num_before = len(spans)
         for box in leaf.placed_chunks:
-            for index in box.indices():
-                file, offset = box.chunks.find(index)
+            file = box.chunks.file
+            for offset in box.offsets():
                 spans.append((file, offset, offset + chunk_nbytes))
         chunk_count = math.prod(leaf.grid.chunk_counts)
         placed_count = len(spans) - num_before
@@ -173,39 +165,50 @@ def _stream_spans(stream: Stream, locations: Locations) -> list[FileSpan]:
     """Return the byte ranges of a stream's rows in the files of `locations` (its reads or its writes)."""
     if not stream.nbytes:
         return []
-    return _joined_spans(location_copies(locations, stream.box))
+    runs = _CopiedRuns()
+    runs.add(location_copies(locations, stream.box))
+    return runs.spans()
 
 
-def _joined_spans(copies: Iterable[StridedCopy]) -> list[FileSpan]:
-    """Return the byte ranges of copies in the files.
+class _CopiedRuns:
+    """The runs of copies in the files.
 
     One slab of a transpose writes a short run in each of many rows, and the next slab continues these runs. Such copies
     are joined to longer runs before they are expanded, because there would be millions of ranges.
     """
-    spans: list[FileSpan] = []
-    # (file, end of the first run, repeats) -> (start of the first run, bytes per run), e.g. two slabs
-    # that write 8 bytes at 0, 100, 200 and 8 bytes at 8, 108, 208 become 16 bytes at 0, 100, 200
-    runs_by_end: dict[tuple[int, int, Repeats], tuple[int, int]] = {}
-    for copy in copies:
-        run_nbytes = copy.run_nbytes
-        repeats = copy.repeats
-        preceding_end = (copy.file, copy.file_offset, repeats)
-        start, preceding_nbytes = runs_by_end.pop(preceding_end, (copy.file_offset, 0))
-        end = (copy.file, copy.file_offset + run_nbytes, repeats)
-        # The same bytes are copied twice. Both runs are kept.
-        if end in runs_by_end:
-            spans += _run_spans(copy.file, *runs_by_end[end], repeats)
-        runs_by_end[end] = (start, preceding_nbytes + run_nbytes)
-    # A slab that ends within the rows of a permutation leaves runs with different repeats. E.g. even values at
-    # 0, 4, 8 and odd ones at 2, 6, in each of 4,096 rows: they are joined in the first row alone.
-    first_runs: dict[tuple[int, Repeats], list[FileSpan]] = {}
-    for (file, _, repeats), (start, run_nbytes) in runs_by_end.items():
-        runs = first_runs.setdefault((file, repeats[:1]), [])
-        runs += _run_spans(file, start, run_nbytes, repeats[1:])
-    for (file, outer_repeats), runs in first_runs.items():
-        for _, start, stop in _merge_spans(runs):
-            spans += _run_spans(file, start, stop - start, outer_repeats)
-    return spans
+
+    def __init__(self) -> None:
+        # (file, end of the first run, repeats) -> (start of the first run, bytes per run), e.g. two slabs
+        # that write 8 bytes at 0, 100, 200 and 8 bytes at 8, 108, 208 become 16 bytes at 0, 100, 200
+        self._runs_by_end: dict[tuple[int, int, Repeats], tuple[int, int]] = {}
+        self._repeated: list[FileSpan] = []
+
+    def add(self, copies: Iterable[StridedCopy]) -> None:
+        """Add the runs of copies, each joined with the run that it continues."""
+        for copy in copies:
+            run_nbytes = copy.run_nbytes
+            repeats = copy.repeats
+            preceding_end = (copy.file, copy.file_offset, repeats)
+            start, preceding_nbytes = self._runs_by_end.pop(preceding_end, (copy.file_offset, 0))
+            end = (copy.file, copy.file_offset + run_nbytes, repeats)
+            # The same bytes are copied twice. Both runs are kept.
+            if end in self._runs_by_end:
+                self._repeated += _run_spans(copy.file, *self._runs_by_end[end], repeats)
+            self._runs_by_end[end] = (start, preceding_nbytes + run_nbytes)
+
+    def spans(self) -> list[FileSpan]:
+        """Return the byte ranges of all runs."""
+        # A slab that ends within the rows of a permutation leaves runs with different repeats. E.g. even values at
+        # 0, 4, 8 and odd ones at 2, 6, in each of 4,096 rows: they are joined in the first row alone.
+        spans = [*self._repeated]
+        first_runs: dict[tuple[int, Repeats], list[FileSpan]] = {}
+        for (file, _, repeats), (start, run_nbytes) in self._runs_by_end.items():
+            runs = first_runs.setdefault((file, repeats[:1]), [])
+            runs += _run_spans(file, start, run_nbytes, repeats[1:])
+        for (file, outer_repeats), runs in first_runs.items():
+            for _, start, stop in _merge_spans(runs):
+                spans += _run_spans(file, start, stop - start, outer_repeats)
+        return spans
 
 
 def _run_spans(

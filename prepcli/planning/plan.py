@@ -13,13 +13,14 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from operator import sub
 from typing import Any, ClassVar
 
 from prepcli.algebra.axis_map import AxisMap, SizedAxis, TensorDim, TensorIndex
 from prepcli.algebra.boxes import Box, Range, full_box
-from prepcli.algebra.grids import ArrayParts, ChunkGrid, ChunkTable, StridedChunks
+from prepcli.algebra.grids import ArrayParts, ChunkGrid, ChunkTable, StridedChunks, loop_sums
 from prepcli.core.formatting import count_text
 from prepcli.planning.arrays import Array, Locations, MappedArray
 from prepcli.planning.item_storage import Compression, ItemStorage, recorded_storage
@@ -230,6 +231,12 @@ class PlacedChunks:
     def indices(self) -> Iterator[tuple[int, ...]]:
         """Return the index of every chunk, in C order."""
         return itertools.product(*map(range, self.first, self.stop))
+
+    def offsets(self) -> Sequence[int]:
+        """Return the offset of every chunk, in the order of `indices`."""
+        counts = map(sub, self.stop, self.first)
+        _, offset = self.chunks.find(self.first)
+        return loop_sums([*zip(counts, self.chunks.strides)], offset)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,19 +72,24 @@ def split_stream(
     """
     if not stream.nbytes:
         return iter(())
+    # E.g. float32 to float64: a slab of 32 MiB as written has 16 MiB as read.
+    itemsizes = _itemsizes(stream)
+    max_read_nbytes = max_nbytes * itemsizes[0] // max(itemsizes)
+    # Most tensors are small, and whole.
+    is_one_slab = stream.nbytes <= max_read_nbytes and stream.box == full_box(stream.shape)
+    # Otherwise two copies of each suffice to see whether a stream is contiguous.
+    num_copies = None if is_one_slab else 2
+    reads = tuple(itertools.islice(location_copies(stream.reads, stream.box), num_copies))
+    writes = tuple(itertools.islice(location_copies(stream.writes, stream.box), num_copies))
     if not stream.is_changed:
-        # Two copies of each suffice to see whether a stream is contiguous.
-        reads = tuple(itertools.islice(location_copies(stream.reads, stream.box), 2))
-        writes = tuple(itertools.islice(location_copies(stream.writes, stream.box), 2))
         one_run = [stream.nbytes]
         widths = ([copy.width for copy in reads], [copy.width for copy in writes])
         if widths[0] in ([], one_run) and widths[1] in ([], one_run):
             return _contiguous_slabs(
                 stream_number, stream, reads, writes, max_contiguous_nbytes or max_nbytes
             )
-    # E.g. float32 to float64: a slab of 32 MiB as written has 16 MiB as read.
-    read_itemsize, written_itemsize = _itemsizes(stream)
-    max_read_nbytes = max_nbytes * read_itemsize // max(read_itemsize, written_itemsize)
+    if is_one_slab:
+        return iter([Slab(stream_number, 0, stream.nbytes, reads, writes, itemsizes)])
     axis = _split_axis(stream, max_read_nbytes)
     bands: tuple[_ChunkBand, ...] = ()
     page_rows = 1
