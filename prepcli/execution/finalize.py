@@ -9,7 +9,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -316,9 +316,11 @@ def _open_without_links(path: str, flags: int) -> int:
 def raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:
     """Yield each chunk with its raw location, in no particular order."""
     for number, leaf in enumerate(leaves):
+        nbytes = leaf.chunk_nbytes
         for box in leaf.placed_chunks:
-            for index in box.indices():
-                yield WrittenChunk(number, index, *box.chunks.find(index), leaf.chunk_nbytes)
+            file = box.chunks.file
+            for index, offset in zip(box.indices(), box.offsets()):
+                yield WrittenChunk(number, index, file, offset, nbytes)
 
 
 def build_manifest(
@@ -449,7 +451,7 @@ class CompressedChunks:
         """Yield the raw chunks of the plan, in the same order, with their compressed locations."""
         for chunk, row in zip(raw, self.places, strict=True):
             file, offset, nbytes = map(int, row)
-            yield replace(chunk, file=file, offset=offset, nbytes=nbytes)
+            yield chunk._replace(file=file, offset=offset, nbytes=nbytes)
 
 
 def locate_chunks(

@@ -6,7 +6,8 @@ per chunk. This module imports no NumPy: every start of `prep` reads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -41,6 +42,16 @@ class ChunkKeys:
         if not self.has_prefix:
             return numbers or "0"
         return f"c{self.separator}{numbers}" if numbers else "c"
+
+    def keys(self, labels: Sequence[Sequence[str]]) -> Iterator[str]:
+        """Yield the keys of the chunks with each combination of labels, one of each axis, the last one fastest."""
+        if not labels:
+            yield self.key(())
+            return
+        start = f"c{self.separator}" if self.has_prefix else ""
+        # A 13B model has 10^5 chunks.
+        for numbers in map(self.separator.join, itertools.product(*labels)):
+            yield start + numbers
 
 
 @dataclass(frozen=True, slots=True)
