@@ -14,7 +14,6 @@ from prepcli.algebra.grids import ChunkGrid
 from prepcli.core.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
 from prepcli.formats.manifest import STATE_ITEM
 from prepcli.formats.ocdbt import MAX_ENTRIES
-from prepcli.models.manifest_family import manifest_family
 from prepcli.models.mesh import Mesh, parse_mesh
 from prepcli.models.param_tree import reduced_axes
 from prepcli.models.partition import (
@@ -566,6 +565,9 @@ def _item_settings(source: Source, start_manifest: Manifest) -> Manifest:
 
 def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: Manifest) -> Source:
     """Return the leaves as a source. File n of the source is leaf n."""
+    # Conversions lay out items too, and need no adapters.
+    from prepcli.models.manifest_family import manifest_family
+
     config = dict(start_manifest.config)
     dtypes = {leaf.dtype for name, leaf in leaves.items() if name.startswith(f"{PARAMS}.")}
     # config.json has room for one dtype. With several, the dtype of the start stays.

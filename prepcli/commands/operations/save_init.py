@@ -24,7 +24,6 @@ from prepcli.commands.operations.operation import public, reject_without
 from prepcli.commands.operations.options import ReshardOptions, SaveInitOptions
 from prepcli.commands.operations.pad_vocab import check_seed, make_fill, padded_vocab_rows
 from prepcli.commands.operations.results import Conversion
-from prepcli.commands.operations.training_state import check_imported_state, imported_state_notes
 from prepcli.core.errors import Command, Option, text, usage_error
 from prepcli.core.formatting import count_text, format_bytes
 from prepcli.core.observer import Observer, Progress
@@ -223,6 +222,9 @@ def _draft_item(
     """Return the draft of an Orbax item with every tensor of a source, and the layout for its mesh."""
     left: tuple[DroppedTensor, ...] = ()
     if options["training_state"]:
+        # Most conversions start without the layouts of optimizer states.
+        from prepcli.commands.operations.training_state import check_imported_state
+
         check_imported_state(options, source)
     else:
         source, left = _without_state(source, params_only)
@@ -366,4 +368,6 @@ def _layout_lines(draft: Draft, layout: OrbaxLayout, placed: Placed) -> Iterator
     if sum(dropped):
         yield f"optimizer state ({format_bytes(sum(dropped))}) dropped"
     if source.training_record is not None and layout.is_training_step:
+        from prepcli.commands.operations.training_state import imported_state_notes
+
         yield from imported_state_notes(source.training_record)
