@@ -15,6 +15,7 @@ from prepcli.commands.operations import (
     inspection_options,
     options,
     results,
+    run_results,
 )
 from prepcli.core.option_spec import option_specs
 from tools.stability import mark_of
@@ -53,6 +54,7 @@ OPTION_MODULES = (
     compute_options,
     inspection_options,
 )
+RESULT_MODULES = (results, run_results)
 MAX_LINE = 100  # a longer signature has one line per parameter
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:[ \t]+\S.*\n?|\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^([\w*]+): ", re.MULTILINE)
@@ -77,8 +79,9 @@ def api_page() -> str:
             if is_typeddict(value) and value in public:
                 parts.append(_options_class(value))
     parts.append("## Results\n")
-    for value in _classes_of(results):
-        parts.append(_options_class(value) if is_typeddict(value) else _result_class(value))
+    for module in RESULT_MODULES:
+        for value in _classes_of(module):
+            parts.append(_options_class(value) if is_typeddict(value) else _result_class(value))
     types = [value for value in public if isinstance(value, type) and _is_other_type(value)]
     parts += ["## Types\n", *(f"{_heading(value)}{_docstring(value)}" for value in types)]
     errors = [value for value in public if isinstance(value, type) and issubclass(value, Exception)]
@@ -97,7 +100,7 @@ def api_page() -> str:
 
 def _is_other_type(value: type) -> bool:
     """Return whether a public type is neither a group of options, a result nor an error."""
-    described_modules = [module.__name__ for module in (*OPTION_MODULES, results)]
+    described_modules = [module.__name__ for module in (*OPTION_MODULES, *RESULT_MODULES)]
     described_modules.append(prepcli.CheckResult.__module__)
     return value.__module__ not in described_modules and not issubclass(value, Exception)
 

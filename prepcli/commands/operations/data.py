@@ -22,7 +22,7 @@ from prepcli.commands.operations.operation import (
     rendered_for_python,
 )
 from prepcli.commands.operations.recipes import find_training_recipe
-from prepcli.commands.operations.results import Tokenization, TokenizedData
+from prepcli.commands.operations.run_results import Tokenization, TokenizedData
 from prepcli.commands.pages.html_page import check_page_path
 from prepcli.commands.pages.samples_page import write_samples_page
 from prepcli.core.errors import Option, text, usage_error

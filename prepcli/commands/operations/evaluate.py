@@ -34,7 +34,7 @@ from prepcli.commands.operations.computing import (
     tokenizer_path,
 )
 from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.results import Evaluation, EvaluationScores
+from prepcli.commands.operations.run_results import Evaluation, EvaluationScores
 from prepcli.core.errors import Key, Option, PrepError, Style, text, usage_error
 from prepcli.core.formatting import count_text, format_duration, suggest
 from prepcli.core.observer import CommandObserver, Observer, PacedNotes, Progress, ticking

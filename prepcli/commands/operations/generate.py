@@ -28,7 +28,7 @@ from prepcli.commands.operations.generation_model import (
     read_tools,
 )
 from prepcli.commands.operations.operation import public, reject_without
-from prepcli.commands.operations.results import Generation, NewTokens
+from prepcli.commands.operations.run_results import Generation, NewTokens
 from prepcli.core.errors import Option, PrepError, text, usage_error
 from prepcli.core.formatting import count_text, format_duration
 from prepcli.core.json_values import JsonValue, is_json_list, load_json

@@ -14,7 +14,7 @@ from typing import Unpack
 from prepcli.commands.operations.inspection_options import PlanOptions
 from prepcli.commands.operations.operation import public, reject_without
 from prepcli.commands.operations.recipes import find_recipe, recipes_folder, similar_recipe
-from prepcli.commands.operations.results import StepPlan
+from prepcli.commands.operations.run_results import StepPlan
 from prepcli.commands.pages.html_page import check_page_path
 from prepcli.commands.pages.plan_page import MEMORY_ADVICE, CompiledStep, write_plan_page
 from prepcli.core.errors import Key, Option, PrepError, text, usage_error

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 from prepcli.commands.operations.operation import public
-from prepcli.commands.operations.results import RunsReport
+from prepcli.commands.operations.run_results import RunsReport
 from prepcli.commands.pages.html_page import check_page_path
 from prepcli.commands.pages.report_page import (
     RunSummary,

@@ -16,7 +16,7 @@ from prepcli.commands.operations.compute_options import TrainOptions
 from prepcli.commands.operations.export import export
 from prepcli.commands.operations.operation import public
 from prepcli.commands.operations.recipes import find_training_recipe
-from prepcli.commands.operations.results import TrainingRun
+from prepcli.commands.operations.run_results import TrainingRun
 from prepcli.core.observer import Observer, Progress, SilentCommandObserver
 from prepcli.core.option_spec import PathLike, as_tuple
 from trainer.recipe import load_recipe

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prepcli.commands.operations.chat import ChatResult
     from prepcli.commands.operations.launch import LaunchedScript, LocalJob
     from prepcli.commands.operations.recipes import ShippedRecipe
-    from prepcli.commands.operations.results import (
+    from prepcli.commands.operations.run_results import (
         Evaluation,
         EvaluationScores,
         Generation,

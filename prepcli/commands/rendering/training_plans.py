@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from prepcli.commands.operations.plan import FittingMeshes
-    from prepcli.commands.operations.results import StepPlan
+    from prepcli.commands.operations.run_results import StepPlan
     from trainer.planning.training_plan import KindEstimate, MeshSearch, TrainingPlan
 
 

@@ -19,7 +19,8 @@ import prepcli as prep
 from prepcli.commands.console.notebook import NotebookBlock, NotebookObserver, run_observer_of
 from prepcli.commands.console.progress_displays import LineProgress
 from prepcli.commands.console.ui import LIBRARIES, NORMAL, QUIET, Report, Ui, open_ui, printable
-from prepcli.commands.operations.results import Conversion, TrainingRun
+from prepcli.commands.operations.results import Conversion
+from prepcli.commands.operations.run_results import TrainingRun
 from prepcli.core import VERSION
 from prepcli.core.errors import (
     FAILED,

@@ -21,7 +21,7 @@ from jax import Array
 import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.commands.console.progress_displays import LineProgress
-from prepcli.commands.operations import compute_options, options, results
+from prepcli.commands.operations import compute_options, options, results, run_results
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.damage import flip_bit, flip_used_bit, largest_file, tensor_place
 from tests.helpers.run_cli import Capture, MonkeyPatch
@@ -73,7 +73,7 @@ def test_api_exports_every_name_in_all():
     assert {*prep.__all__} <= {*dir(prep)}
 
 
-@pytest.mark.parametrize("module", [options, compute_options, results])
+@pytest.mark.parametrize("module", [options, compute_options, results, run_results])
 def test_api_exports_the_types_of_options_and_results(module: ModuleType):
     named = vars(module).items()
     classes = {

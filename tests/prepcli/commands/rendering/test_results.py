@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prepcli.commands.console.ui import Ui
-from prepcli.commands.operations.results import (
+from prepcli.commands.operations.run_results import (
     Evaluation,
     EvaluationScores,
     Generation,
