@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from prepcli.algebra.axis_map import dim_name
-from prepcli.algebra.boxes import Box
+from prepcli.algebra.boxes import Box, Range, strides
+from prepcli.algebra.grids import loop_sums
 from prepcli.core.errors import Command, Key, Option, PrepError, text, usage_error
 from prepcli.models.mesh import Mesh, MeshAxes, format_sizes
 from prepcli.models.rules import (
@@ -385,27 +386,19 @@ def shard_shape(spec: Spec, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(extent // parts for extent, parts in zip(shape, spec.shards_per_dim, strict=True))
 
 
-def device_box(spec: Spec, mesh: Mesh, device: int, shape: Sequence[int]) -> Box:
-    """Return the box of a leaf that a device of the mesh holds. Raise IndexError if there is no such device."""
-    if not 0 <= device < mesh.n_devices:
-        raise IndexError(f"device {device} of {mesh.n_devices}")
-    # Devices are in row-major order of the mesh.
-    coordinates: dict[str, int] = {}
-    for axis, size in zip(reversed(mesh.names), reversed(mesh.sizes)):
-        device, coordinates[axis] = divmod(device, size)
-    box = []
-    for axes, extent in zip(spec.mesh_axes, shard_shape(spec, shape)):
-        shard = 0
-        # Mixed-radix number of the axes, major first: fsdp 1 of 4 and mp 2 of 8 -> 1 * 8 + 2 = 10.
-        for axis in axes:
-            shard = shard * mesh.size(axis) + coordinates[axis]
-        box.append((shard * extent, (shard + 1) * extent))
-    return tuple(box)
-
-
 def device_boxes(spec: Spec, mesh: Mesh, shape: Sequence[int]) -> list[Box]:
     """Return the box of a leaf that each device holds, in device order."""
-    return [device_box(spec, mesh, device, shape) for device in range(mesh.n_devices)]
+    if not shape:
+        return [()] * mesh.n_devices
+    ranges_per_dim: list[list[Range]] = []
+    for axes, extent in zip(spec.mesh_axes, shard_shape(spec, shape)):
+        # The number of a shard has the mesh axes of the dim as digits, major first: fsdp 1 of 4 and mp 2 of 8 is
+        # 1 * 8 + 2 = 10.
+        steps = dict(zip(axes, strides([mesh.size(axis) for axis in axes])))
+        # Devices are in row-major order of the mesh.
+        shards = loop_sums([(mesh.size(axis), steps.get(axis, 0)) for axis in mesh.names], 0)
+        ranges_per_dim.append([(shard * extent, (shard + 1) * extent) for shard in shards])
+    return list(zip(*ranges_per_dim))
 
 
 def num_replicas(spec: Spec, mesh: Mesh) -> int:

@@ -18,7 +18,6 @@ from prepcli.models.partition import (
     Fallback,
     HostReads,
     chunk_shape,
-    device_box,
     device_boxes,
     join_experts,
     num_replicas,
@@ -171,11 +170,12 @@ def test_device_boxes_tile_leaf_once_per_replica(leaf):
     }
 
 
-def test_device_box_follows_written_axis_order():
+def test_device_boxes_follow_written_axis_order():
     leaf = EMBEDDING, (8, 6)
     for text, box in [("1,3,2", ((0, 4), (2, 4))), ("mp:2,fsdp:3", ((0, 4), (4, 6)))]:
         mesh = parse_mesh(text)
-        assert device_box(partition_spec(*leaf, mesh, PARAM_RULES), mesh, 2, (8, 6)) == box
+        spec = partition_spec(*leaf, mesh, PARAM_RULES)
+        assert device_boxes(spec, mesh, (8, 6))[2] == box
 
 
 def test_device_boxes_are_row_major_within_dim():
@@ -184,11 +184,9 @@ def test_device_boxes_are_row_major_within_dim():
     assert boxes == [((0, 2),), ((4, 6),), ((2, 4),), ((6, 8),)]
 
 
-@pytest.mark.parametrize("device", [-1, 8])
-def test_device_box_rejects_unknown_device(device):
+def test_device_boxes_of_scalar_are_equal():
     mesh = parse_mesh("1,2,4")
-    with pytest.raises(IndexError, match=f"device {device} of 8"):
-        device_box(partition_spec([], (), mesh, PARAM_RULES), mesh, device, ())
+    assert device_boxes(partition_spec([], (), mesh, PARAM_RULES), mesh, ()) == [()] * 8
 
 
 # Chunk shapes of leaves with and without a mesh.
