@@ -328,7 +328,7 @@ class PackedFolderConverter(FolderConverter):
             chunk_paths = []
             for chunk in raw_chunks(plan.leaves):
                 name = plan.leaves[chunk.array].name
-                chunk_paths.append(plan.storage.chunk_path(name, chunk.index))
+                chunk_paths.append(plan.storage.chunk_path(name, chunk.chunk_index))
         paths = [_packed_path(file) for file in range(len(plan.files))]
         return locate_chunks(raw_chunks(plan.leaves), lengths, paths, chunk_paths)
 

@@ -72,10 +72,10 @@ WrittenArray = tuple[Array, ChunkTable]  # an array to write, and the places of 
 
 
 class WrittenChunk(NamedTuple):
-    """Location of the chunk `index` of array number `array`: `nbytes` bytes at `offset` of file number `file`."""
+    """Location of the chunk `chunk_index` of array number `array`: `nbytes` bytes at `offset` of file number `file`."""
 
     array: int
-    index: ChunkIndex
+    chunk_index: ChunkIndex
     file: int
     offset: int
     nbytes: int
