@@ -49,6 +49,7 @@ from prepcli.formats.orbax import CHECKPOINT_METADATA_FILE, COMMIT_MARKER, STRIN
 from prepcli.models.verbatim import CANNOT_TRAIN
 from prepcli.planning.item_storage import METADATA_FILE
 from prepcli.planning.manifest_fields import Manifest
+from prepcli.planning.object_files import plan_object_files
 from prepcli.planning.plan import Plan
 from prepcli.planning.work_units import Share, requested_share
 from prepcli.sources.locate import LocatedCheckpoint, check_stream
@@ -121,8 +122,6 @@ class OpenedConversion:
         out = parse_out_url(self.common.out) or self.common.out or Path(out_name or name)
         check_output_location(out, source)
         if not isinstance(out, Path):
-            from prepcli.planning.object_files import plan_object_files
-
             # The objects of a bucket are written from memory.
             plan = plan_object_files(plan)
         details = self._plan_fields(plan, {**fields, "plan_digest": digest_plan(plan)})
