@@ -19,7 +19,13 @@ import numpy as np
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, Option, PrepError, text
 from prepcli.core.formatting import count_text
-from prepcli.engine.write_policy import WriteMode, WritePolicy, allocate, is_in_memory
+from prepcli.engine.write_policy import (
+    WriteMode,
+    WritePolicy,
+    allocate,
+    clone_range,
+    is_in_memory,
+)
 from prepcli.planning.plan import Plan
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
 from prepcli.stores.buffers import ByteArray, ClosedAfterBlock
@@ -119,7 +125,8 @@ class Files(ClosedAfterBlock):
         self._is_kept_open = len(self.paths) <= MAX_KEPT_FILES
         # Device and inode of each file that is not kept open.
         self._identities: list[tuple[int, int]] = []
-        flags = os.O_RDONLY if sizes is None else os.O_WRONLY | os.O_CREAT
+        # Shared runs are read from the written file.
+        flags = os.O_RDONLY if sizes is None else os.O_RDWR | os.O_CREAT
         if self._is_kept_open:
             _raise_open_file_limit(2 * len(self.paths))
         try:
@@ -181,7 +188,7 @@ class Files(ClosedAfterBlock):
         path = self.paths[file]
         try:
             if self._sizes:
-                fd = open_no_follow(path, os.O_WRONLY)
+                fd = open_no_follow(path, os.O_RDWR)
             else:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -294,6 +301,35 @@ class Files(ClosedAfterBlock):
     def read_at(self, file: int, offset: int, into: ByteArray) -> None:
         """Fill `into` with a file's bytes from `offset` on, with direct I/O if both have the same page offset."""
         self._transfer_by_pages(os.preadv, file, into, offset)
+
+    def share(self, copy: StridedCopy, source: Files, source_copy: StridedCopy) -> bool:
+        """Let a run of whole blocks share the disk blocks of a run of another file, in place of writing it.
+
+        Args:
+            copy: The run to replace, a copy without dims.
+            source: The other files.
+            source_copy: The run to share, of the same width.
+
+        Returns:
+            Whether the run is shared. See `clone_range`.
+
+        Raises:
+            PrepError: A file cannot be opened.
+        """
+        source_fd = source._acquire(source_copy.file)
+        try:
+            fd = self._acquire(copy.file)
+            try:
+                is_shared = clone_range(
+                    fd, copy.file_offset, source_fd, source_copy.file_offset, copy.width
+                )
+            finally:
+                self._release(fd)
+        finally:
+            source._release(source_fd)
+        if is_shared:
+            self._mark_unsynced(copy.file)
+        return is_shared
 
     def write_bytes(self, file: int, data: bytes, *, offset: int = 0) -> None:
         """Write bytes outside of tensors, such as a header."""

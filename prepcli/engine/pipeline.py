@@ -30,6 +30,7 @@ from prepcli.engine.digest import StreamDigest, TensorDigest
 from prepcli.engine.files import PAGE, Files, RunReader, RunWriter
 from prepcli.engine.fills import FillGenerator, mean_source_number
 from prepcli.engine.permute import gather, needs_permute, scatter, threads
+from prepcli.engine.shared_runs import RunSharing, SharedRun
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import LONG_RUN_NBYTES, Slab, split_stream
 from prepcli.stores.buffers import ByteArray
@@ -90,6 +91,7 @@ class _SlabTask:
         needs_gather: Whether the bytes must be copied to the order and page offset of the sink.
         buffers: Buffers of the slab. The first one contains its bytes.
         data: The bytes.
+        shared: The part of the bytes that the sink shares with the source, and does not write.
         digests: Digests of the stream, if this is its last slab.
         prefix: The stream's state after this slab, if it does not end here.
     """
@@ -99,6 +101,7 @@ class _SlabTask:
     needs_gather: bool
     buffers: list[ByteArray]
     data: ByteArray
+    shared: SharedRun | None = None
     prefix_nbytes: int = 0
     earlier_digest: str = ""
     differs_from_prefix: bool = False
@@ -188,6 +191,7 @@ class Pipeline:
         self.checksums = checksums
         self.has_threads = has_threads
         self.buffers = BufferPool(budget)
+        self.sharing = RunSharing(source, sink)
         self.permute_pool: ThreadPoolExecutor | None = None
         if has_threads:
             # They start with the first permuted slab.
@@ -295,11 +299,9 @@ class Pipeline:
         max_contiguous_nbytes = max_nbytes
         if not self.has_threads:
             max_contiguous_nbytes = min(max_nbytes, CACHED_SLAB_NBYTES)
+        stream = self.streams[number]
         slabs = split_stream(
-            number,
-            self.streams[number],
-            max_nbytes=max_nbytes,
-            max_contiguous_nbytes=max_contiguous_nbytes,
+            number, stream, max_nbytes=max_nbytes, max_contiguous_nbytes=max_contiguous_nbytes
         )
         for slab in slabs:
             task = self._make_task(slab, durable_nbytes)
@@ -416,7 +418,12 @@ class Pipeline:
         # Several runs are packed from the start of the buffer.
         start_s = time.perf_counter()
         reads = task.slab.reads
-        if len(reads) == 1 and not reads[0].repeats:
+        if task.new_nbytes == task.slab.nbytes:
+            # Durable bytes of an earlier start are compared before they are replaced.
+            task.shared = self.sharing.share(task.slab)
+        if task.shared:
+            task.data = task.shared.read_bytes(task.buffers[0])
+        elif len(reads) == 1 and not reads[0].repeats:
             # Loops that only lengthen the run are left out.
             copy = reads[0]
             run = StridedCopy(copy.tensor_offset, copy.file, copy.file_offset, copy.run_nbytes)
@@ -508,7 +515,10 @@ class Pipeline:
         with recording:
             if task.new_nbytes:
                 if self.sink and slab.writes:
-                    self.sink.write(slab.writes, task.data)
+                    if task.shared:
+                        task.shared.write_ends(task.data)
+                    else:
+                        self.sink.write(slab.writes, task.data)
                     self.result.written_nbytes += slab.written_nbytes
                     self.unsynced_nbytes += slab.written_nbytes
                 self.progress.advance(task.new_nbytes)

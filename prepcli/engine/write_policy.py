@@ -1,6 +1,7 @@
 """How the bytes of an output reach the disk: by direct I/O, or through the page cache with paced writeback.
 
-The faster mode is measured, and never changes the written bytes.
+The faster mode is measured, and never changes the written bytes. Bytes that a file system can share with the source
+are not written.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
+import struct
 import threading
 import time
 from collections import deque
@@ -35,6 +38,11 @@ _START = 2
 _WAIT = 7
 # <linux/magic.h>: tmpfs and ramfs
 _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
+_BTRFS = 0x9123683E
+# <linux/fs.h>: FICLONERANGE and `struct file_clone_range`: source descriptor, source offset, bytes, target offset.
+# Architectures with another number answer ENOTTY.
+_CLONE_RANGE = 0x4020940D
+_CLONE_FIELDS = "=qQQQ"
 # `struct statfs` is shorter on all architectures.
 _MAX_STATFS_NBYTES = 256
 # Answers of file systems without `fallocate`. The file then gets its size, but no disk space.
@@ -164,11 +172,12 @@ def finish_writeback(fd: int, offset: int, nbytes: int) -> None:
 def allocate(fd: int, nbytes: int) -> None:
     """Set a file's size and allocate its disk space if the file system supports that. Raises OSError."""
     # Disk space is taken now, so that a full disk is an error before hours of work. In memory this would write all
-    # pages once more, with zeros.
+    # pages once more, with zeros. btrfs keeps an allocated extent of up to 256 MiB until the last block of it is
+    # replaced: shared runs would free nothing.
     if os.fstat(fd).st_size > nbytes:
         os.ftruncate(fd, nbytes)
     try:
-        if nbytes and not is_in_memory(fd):
+        if nbytes and _file_system(fd) not in (*_MEMORY_FILE_SYSTEMS, _BTRFS):
             _call_uninterrupted(_fallocate, fd, 0, 0, nbytes)
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
@@ -178,11 +187,38 @@ def allocate(fd: int, nbytes: int) -> None:
 
 def is_in_memory(fd: int) -> bool:
     """Return whether the file system of an open file has no disk, such as tmpfs."""
+    return _file_system(fd) in _MEMORY_FILE_SYSTEMS
+
+
+def clone_range(fd: int, offset: int, source_fd: int, source_offset: int, nbytes: int) -> bool:
+    """Let a byte range of a file share the disk blocks of a range of another file, as `cp --reflink` does.
+
+    Args:
+        fd: File to change.
+        offset: First byte to replace. A multiple of the file system's block size.
+        source_fd: File to share.
+        source_offset: First byte to share. A multiple of the block size.
+        nbytes: Number of bytes. A multiple of the block size, or 0 for all bytes up to the end of the source.
+
+    Returns:
+        Whether the range is shared. If not, it has to be written: the files are on two file systems, or on one without
+        reflinks or with larger blocks. A write then reports any other error.
+    """
+    fields = struct.pack(_CLONE_FIELDS, source_fd, source_offset, nbytes, offset)
+    try:
+        fcntl.ioctl(fd, _CLONE_RANGE, fields)
+    except OSError:
+        return False
+    return True
+
+
+def _file_system(fd: int) -> int:
+    """Return the magic number of the file system of an open file, or 0 if it is not known."""
     result = ctypes.create_string_buffer(_MAX_STATFS_NBYTES)
     if _LIBC.fstatfs(fd, result):
-        return False
+        return 0
     # The first field is `f_type`.
-    return ctypes.c_long.from_buffer(result).value in _MEMORY_FILE_SYSTEMS
+    return ctypes.c_long.from_buffer(result).value
 
 
 def _call_uninterrupted(function: Callable[..., int] | None, *arguments: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -170,10 +171,17 @@ def failing(number: int) -> Callable[..., int]:
     return call
 
 
-def test_allocate_reserves_disk_space(fd: int):
+@pytest.mark.parametrize("is_btrfs", [False, True])
+def test_allocate_reserves_disk_space_except_on_btrfs(
+    fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_btrfs: bool
+):
+    # On btrfs an extent would keep its disk space until the last of its blocks is shared with another file.
+    command = ["stat", "--file-system", "--format=%t", tmp_path]
+    file_system = int(subprocess.check_output(command), 16)
+    monkeypatch.setattr(write_policy, "_BTRFS", file_system if is_btrfs else -1)
     allocate(fd, MIB)
     assert os.fstat(fd).st_size == MIB
-    assert os.fstat(fd).st_blocks * 512 >= MIB
+    assert (os.fstat(fd).st_blocks * 512 >= MIB) is not is_btrfs
     assert os.pread(fd, MIB, 0) == bytes(MIB)
 
 
