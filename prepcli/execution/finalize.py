@@ -25,6 +25,7 @@ from prepcli.engine.digest import (
     record_digest,
     record_digest_of_pieces,
 )
+from prepcli.engine.write_policy import clone_range
 from prepcli.formats.checksums import CHECKSUMS_FILE, encode_checksums
 from prepcli.formats.manifest import record_file
 from prepcli.formats.orbax import (
@@ -293,7 +294,8 @@ def write_small_file(file: SmallFile, path: Path) -> FileRecord:
             open(file.copied_from, "rb", opener=_open_without_links) as source,
             open(open_no_follow(path, WRITE_FLAGS), "wb") as target,
         ):
-            shutil.copyfileobj(source, target)
+            if not clone_range(target.fileno(), 0, source.fileno(), 0, 0):
+                shutil.copyfileobj(source, target)
     except OSError as error:
         raise io_error(Path(error.filename or path), error) from error
     # The copy is read back instead of the source, which may change again.

@@ -64,7 +64,7 @@ class Sharing:
         call: Shares a range of files.
         before: Called before a range is shared. It may raise.
         after: Called after a range is shared.
-        ranges: (source offset, bytes) of each call.
+        ranges: (source offset, bytes) of each call. 0 bytes for a whole file.
         written_nbytes: Bytes that `os.pwritev` has written.
     """
 
@@ -350,4 +350,15 @@ def test_stopped_conversion_resumes_to_the_same_bytes(
 def test_changed_tensors_are_not_shared(sharing: Sharing, option: tuple[str, str]):
     model = make_model(sharing.folder)
     run_ok("save-init", str(model), *option, "--out", str(sharing.folder / "out"))
-    assert not sharing.ranges
+    # Only side files are shared, in whole.
+    assert {nbytes for _, nbytes in sharing.ranges} == {0}
+
+
+def test_copied_file_is_shared(sharing: Sharing, monkeypatch: pytest.MonkeyPatch):
+    model = make_model(sharing.folder)
+    content = some_bytes(20 * PAGE + 123)
+    (model / "large.txt").write_bytes(content)
+    monkeypatch.setattr("shutil.copyfileobj", refuse(errno.EIO))
+    out = sharing.folder / "out"
+    run_ok("save-init", str(model), "--copy", "large.txt", "--out", str(out))
+    assert (out / "hf" / "large.txt").read_bytes() == content
