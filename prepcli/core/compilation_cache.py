@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import stat
 import sys
 import time
@@ -26,6 +27,8 @@ MIN_SECONDS = "0.1"
 # Path inside the user's cache folder
 DEFAULT_NAME = "prep/compiled"
 MAX_AGE_DAYS = 30
+# On a disk with less space no program is kept: JAX would leave a part of its file, and every later start would warn.
+MIN_FREE_NBYTES = 1 << 30
 
 
 def use_compilation_cache(environ: MutableMapping[str, str]) -> None:
@@ -45,6 +48,8 @@ def use_compilation_cache(environ: MutableMapping[str, str]) -> None:
             return
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         delete_old_entries(folder.parent, MAX_AGE_DAYS)
+        if shutil.disk_usage(folder).free < MIN_FREE_NBYTES:
+            return
     except (OSError, RuntimeError, ImportError):
         # There is no home folder, it is read-only, or jaxlib is not installed.
         return
@@ -52,7 +57,7 @@ def use_compilation_cache(environ: MutableMapping[str, str]) -> None:
     environ.setdefault(MIN_SECONDS_VARIABLE, MIN_SECONDS)
     # XLA's own files of trials of kernels have no age, and a full disk would be an error of the compilation.
     environ.setdefault(XLA_VARIABLE, "none")
-    # On a full disk the program is compiled again by the next start.
+    # The disk may become full meanwhile. The next start compiles the program again.
     warnings.filterwarnings("ignore", message="Error writing persistent compilation cache entry")
 
 

@@ -124,5 +124,13 @@ def test_old_programs_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not [*other.iterdir()]
 
 
+def test_full_disk_keeps_no_programs(tmp_path: Path):
+    """JAX would leave a part of a program, and every later start would warn about it."""
+    code = (
+        "import shutil; shutil.disk_usage = lambda path: shutil._ntuple_diskusage(9, 9, 99 << 20)"
+    )
+    assert run_with_caches(tmp_path, f"{code}\n{CHOSEN_FOLDER}") == "None\n"
+
+
 def test_jax_imported_before_keeps_its_settings(tmp_path: Path):
     assert run_with_caches(tmp_path, f"import jax\n{CHOSEN_FOLDER}") == "None\n"
