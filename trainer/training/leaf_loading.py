@@ -114,6 +114,8 @@ class LeafLoader:
         read = pending[0]
         read.wait()
         pending.popleft()
+        # No thread of a pending read may have ended: the wait for it after a signal would never end.
+        read.end()
         if read.start is None:
             yield read.load.finish()
         else:
@@ -151,9 +153,13 @@ class _Read:
             self.thread.drain()
             if self.thread.errors:
                 raise self.thread.errors[0]
-            self.thread.stop()
         elif self.arrays:
             self.run()
+
+    def end(self) -> None:
+        """End the thread, if there is one."""
+        if self.thread is not None:
+            self.thread.stop()
 
 
 def _is_full(pending: deque[_Read], max_nbytes: int) -> bool:

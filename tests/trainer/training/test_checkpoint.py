@@ -17,8 +17,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from prepcli.algebra.boxes import Box
 from prepcli.core.errors import PrepError
+from prepcli.core.worker_thread import WorkerThread
 from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
+from tests.helpers.waiting import MAX_S
 from trainer.data.order import RowOrder, eval_batches
 from trainer.data.packing import PackedDataset
 from trainer.data.seq2seq import seq2seq_dataset
@@ -358,6 +360,28 @@ def test_leaves_of_a_remote_checkpoint_are_read_ahead():
     for loaded, array in zip(load_both(reader), arrays.values(), strict=True):
         np.testing.assert_array_equal(loaded, array)
     assert all((counts == 1).all() for counts in reader.counts.values())
+
+
+def test_signal_at_the_end_of_a_read_ends_the_load(monkeypatch: pytest.MonkeyPatch):
+    """The signal comes when the thread of the first read has ended. Nothing waits for it again."""
+    stop = WorkerThread.stop
+    signals = iter([KeyboardInterrupt()])
+
+    def stop_interrupted(thread: WorkerThread) -> None:
+        stop(thread)
+        if signal := next(signals, None):
+            raise signal
+
+    def load() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            load_both(reader)
+
+    monkeypatch.setattr(WorkerThread, "stop", stop_interrupted)
+    reader = MeetingReader({"a": np.arange(6), "b": np.ones((2, 3))})
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    thread.join(MAX_S)
+    assert not thread.is_alive()
 
 
 def test_few_small_leaves_are_read_ahead():
