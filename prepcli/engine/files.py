@@ -418,6 +418,14 @@ class Files(ClosedAfterBlock):
                 # No later call knows which of these files are durable.
                 self._write_error = self._write_error or error
                 raise
+            except BaseException:
+                # E.g. the system starts no further thread
+                with self._unsynced_lock:
+                    self._unsynced |= unsynced
+                raise
+            # A writer of another lane may have got the only report of a failed writeback meanwhile.
+            if self._write_error:
+                raise self._write_error
 
     def _sync_file(self, file: int) -> None:
         """Make the written bytes of one file durable. Raises PrepError."""

@@ -464,6 +464,46 @@ def test_writeback_leaves_short_runs_to_sync(monkeypatch, tmp_path: Path):
     assert started == []
 
 
+def test_sync_keeps_files_after_an_unexpected_error(monkeypatch, tmp_path: Path):
+    """Another lane, whose sync comes later, wrote to the same files."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Files([tmp_path / "a"], [PAGE]) as files:
+        files.write([StridedCopy(0, 0, 0, PAGE)], allocate_buffer(PAGE))
+        with monkeypatch.context() as patched:
+            patched.setattr(files_module, "sync_many", fail)
+            with pytest.raises(RuntimeError, match="new thread"):
+                files.sync()
+        synced: list[int] = []
+        monkeypatch.setattr(os, "fdatasync", synced.append)
+        files.sync()
+        assert len(synced) == 1
+
+
+def test_sync_reports_a_write_that_fails_meanwhile(monkeypatch, tmp_path: Path):
+    """The system reports a failed writeback once, to another lane, and the sync itself succeeds."""
+
+    def fail(*_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def write_in_another_lane(fd: int) -> None:
+        with pytest.raises(PrepError, match="cannot read or write"):
+            files.write([StridedCopy(0, 0, 0, 64 * PAGE)], allocate_buffer(64 * PAGE))
+
+    prefer_writeback(monkeypatch)
+    monkeypatch.setattr(files_module, "WRITEBACK_NBYTES", 64 * PAGE)
+    with Files([tmp_path / "out"], [64 * PAGE]) as files:
+        files.policy.writeback = Writeback(0)
+        files.write([StridedCopy(0, 0, 0, PAGE)], allocate_buffer(PAGE))
+        monkeypatch.setattr(write_policy, "start_writeback", fail)
+        monkeypatch.setattr(os, "fdatasync", write_in_another_lane)
+        with pytest.raises(PrepError, match=r"cannot read or write .*out") as raised:
+            files.sync()
+    assert raised.value.why == "Input/output error"
+
+
 def test_sync_includes_written_files_only(monkeypatch, tmp_path: Path):
     with Files([tmp_path / "a", tmp_path / "b"], [PAGE, PAGE]) as files:
         files.write([StridedCopy(0, 1, 0, PAGE)], allocate_buffer(PAGE))
