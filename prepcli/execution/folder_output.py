@@ -289,9 +289,9 @@ class FolderOutput:
             raise other_conversion_error(str(self.folder), earlier, identity)
         self.is_new = earlier is None
         if earlier is None:
-            self.write(RUN_FILE, encode_record(identity))
+            self.write(RUN_FILE, encode_record(identity), is_synced=True)
         if self._read_record(SOURCE_FILE) is None:
-            self.write(SOURCE_FILE, encode_record(source))
+            self.write(SOURCE_FILE, encode_record(source), is_synced=True)
         for name in (DONE_FOLDER, PART_FOLDER, CLAIMS_FOLDER):
             check_not_symlink(self.work / name)
             (self.work / name).mkdir(exist_ok=True)
@@ -398,15 +398,21 @@ class FolderOutput:
         except OSError as error:
             raise io_error(self.work / name, error) from error
 
-    def write(self, name: str, content: bytes) -> None:
-        """Write a file of the conversion. A kill leaves the old or the new content."""
-        # Not synced: a note that a power cut has torn counts as none, and the others are read back.
+    def write(self, name: str, content: bytes, *, is_synced: bool = False) -> None:
+        """Write a file of the conversion. A kill leaves the old or the new content.
+
+        With `is_synced` a power cut does, too. Notes need no sync: a torn one counts as none, and the others are read
+        back.
+        """
         path = self.work / name
         temporary = self.work / f".{secrets.token_hex(8)}"
         try:
             fd = open_no_follow(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             with open(fd, "wb") as file:
                 file.write(content)
+                if is_synced:
+                    file.flush()
+                    os.fsync(fd)
             check_not_symlink(path)
             temporary.rename(path)
         except OSError as error:

@@ -370,6 +370,27 @@ def test_new_parents_of_an_output_are_synced(tmp_path: Path, monkeypatch):
     assert {".", "new", "new/sub"} <= synced
 
 
+def test_identity_of_a_conversion_survives_a_power_cut(out: Path, monkeypatch):
+    """The content reaches the disk before the name. Without it, only `--restart` would help."""
+    calls: list[str] = []
+    real_sync, real_rename = os.fsync, Path.rename
+
+    def fsync(fd: int) -> None:
+        calls.append(str(os.fstat(fd).st_ino))
+        real_sync(fd)
+
+    def rename(path: Path, target: Path) -> Path:
+        calls.append(f"{path.stat().st_ino} -> {target.name}")
+        return real_rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    join_run(out)
+    for name in ("run.json", "source.json"):
+        inode = (out.with_name("out.partial") / ".prep" / name).stat().st_ino
+        assert 0 <= calls.index(str(inode)) < calls.index(f"{inode} -> {name}")
+
+
 def test_publish_can_be_repeated_after_an_error(out: Path, monkeypatch):
     store = start_run(out)
 
