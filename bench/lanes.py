@@ -28,7 +28,7 @@ from typing import Any
 
 from bench.evidence import make_model
 from prepcli.core.tables import format_table
-from prepcli.engine import budget
+from prepcli.engine import lanes
 from prepcli.execution import folder_converter
 
 GB, MB = 10**9, 10**6
@@ -131,7 +131,7 @@ def convert(words: list[str], max_lanes: int, stream_mb_s: int) -> LaneCost:
     # Lanes are bounded by the cores of the process. One core has another kind of lane.
     cores = set(range(max(max_lanes, 2)))
     os.sched_getaffinity = lambda pid: cores
-    budget.MAX_LANES = max_lanes
+    lanes.MAX_LANES = max_lanes
     folder_converter.FolderConverter.max_lanes = max_lanes
     run_pipelines = folder_converter.run_pipelines
     costs: list[LaneCost] = []

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -21,11 +20,6 @@ MIN_MEMORY_NBYTES = 32 * MIB
 # Larger slabs are not faster, because their pages must first be faulted in.
 MAX_SLAB_NBYTES = 32 * MIB
 MAX_BUFFERS = 8
-# Lanes of a process: pipelines that run at the same time. A few saturate the memory and the disk.
-MAX_LANES = 4
-# A lane with less has small buffers, and one that moves less is not worth a thread.
-MIN_LANE_MEMORY_NBYTES = 128 * MIB
-MIN_LANE_NBYTES = 16 * MIB
 # Memory for buffers, in addition to the reserve and matrices.
 MIN_BUFFERS_NBYTES = 12 * MIB
 
@@ -95,46 +89,6 @@ def make_budget(nbytes: int, min_buffer_nbytes: int = 0, *, kept_nbytes: int = 0
         slab_nbytes = quarter_nbytes
     buffer_count = min(MAX_BUFFERS, usable_nbytes // (slab_nbytes + 2 * PAGE))
     return Budget(nbytes, slab_nbytes, buffer_count)
-
-
-def count_lanes(
-    moved_nbytes: int, memory_nbytes: int, *, min_buffer_nbytes: int = 0, kept_nbytes: int = 0
-) -> int:
-    """Return the number of pipelines that move bytes at the same time, each with its part of a memory limit.
-
-    Args:
-        moved_nbytes: Bytes to move.
-        memory_nbytes: The limit.
-        min_buffer_nbytes: See `make_budget`.
-        kept_nbytes: See `make_budget`. Each lane keeps so much.
-    """
-    needed_nbytes = MIN_LANE_MEMORY_NBYTES + 4 * (min_buffer_nbytes + kept_nbytes)
-    counts = (
-        MAX_LANES,
-        len(os.sched_getaffinity(0)),
-        memory_nbytes // needed_nbytes,
-        moved_nbytes // MIN_LANE_NBYTES,
-    )
-    return max(1, min(counts))
-
-
-def lanes_have_threads(unit_nbytes: Sequence[int], num_lanes: int, *, are_in_memory: bool) -> bool:
-    """Return whether the stages of each lane have threads of their own.
-
-    Without them a lane keeps one core busy, and its slabs stay in the caches of the core. This is faster if no stage
-    waits for a disk, and if every lane has work until the end or there is one core.
-
-    Args:
-        unit_nbytes: Bytes of each unit. Only one lane moves a unit.
-        num_lanes: Number of lanes.
-        are_in_memory: Whether no file is on a disk.
-    """
-    if not are_in_memory:
-        return True
-    if len(os.sched_getaffinity(0)) == 1:
-        return False
-    is_divided = max(unit_nbytes, default=0) * num_lanes <= sum(unit_nbytes)
-    return num_lanes == 1 or not is_divided
 
 
 def check_memory(nbytes: int, limit: str) -> None:

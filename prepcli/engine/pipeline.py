@@ -20,7 +20,7 @@ import numpy as np
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.core.errors import RERUN_HINT, Option, PrepError, text
 from prepcli.core.observer import Progress
-from prepcli.core.worker_thread import CallingThread, WorkerThread, run_in_threads, wait_for_threads
+from prepcli.core.worker_thread import CallingThread, WorkerThread, wait_for_threads
 from prepcli.engine.background_sync import BackgroundSync, StreamPrefix, SyncPoint, UnitPart
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
 from prepcli.engine.casts import ValueTransform
@@ -465,7 +465,11 @@ class Pipeline:
         if slab.start == stream.byte_range[0]:
             self.digest = TensorDigest(algorithm=stream.digest_algorithm)
             self.prefix_digest = TensorDigest(algorithm=stream.digest_algorithm)
-            self.change = ValueTransform(stream, self.source) if stream.is_changed else None
+            # The matrices of one update are freed before those of the next are read.
+            self.change = None
+            if stream.is_changed:
+                self.change = ValueTransform(stream, self.source)
+                self._look_at_memory()
         # The digest of the read bytes comes before the cast. The cast adds a digest of the written
         # bytes.
         self.digest.update(task.data.data)
@@ -551,38 +555,6 @@ class Pipeline:
         self.unsynced_units = []
         self.unsynced_nbytes = 0
         return point
-
-
-def run_pipelines(pipelines: Sequence[Pipeline]) -> None:
-    """Run pipelines at the same time, and wait for all of them. The first error stops the others.
-
-    One pipeline reads in the calling thread. Several ones read in threads, which a signal ends after a slab, so that
-    their sources are files of this machine.
-
-    Raises:
-        PrepError: Reading or writing failed.
-    """
-    if len(pipelines) == 1:
-        pipelines[0].run()
-        return
-    waiting = [*pipelines]
-
-    def stop_all(error: BaseException) -> None:
-        for pipeline in pipelines:
-            pipeline.fail(error)
-
-    def run_next() -> None:
-        try:
-            waiting.pop(0).run()
-        except BaseException as error:
-            stop_all(error)
-            raise
-
-    # The exception of the signal is raised in its place.
-    stopped = PrepError("the run was interrupted", "by a signal", RERUN_HINT)
-    errors = run_in_threads(run_next, len(pipelines), on_interruption=partial(stop_all, stopped))
-    if errors:
-        raise errors[0]
 
 
 def needs_gather(slab: Slab, is_aligned: bool) -> bool:

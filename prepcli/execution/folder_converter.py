@@ -17,11 +17,12 @@ from prepcli.core.json_values import JsonObject
 from prepcli.core.observer import LockedProgress, Progress
 from prepcli.engine.background_sync import StreamPrefix, SyncPoint
 from prepcli.engine.blobs import can_share_reader, open_blobs
-from prepcli.engine.budget import MAX_LANES, count_lanes, lanes_have_threads, make_budget
+from prepcli.engine.budget import make_budget
 from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder, compute_unknown
 from prepcli.engine.digest import StreamDigest
 from prepcli.engine.files import Files, RunReader, missing_nbytes, open_data_files
-from prepcli.engine.pipeline import Pipeline, PipelineUnit, run_pipelines
+from prepcli.engine.lanes import MAX_LANES, count_lanes, lanes_have_threads, run_pipelines
+from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.execution.converter import Converter, ExecutionRequest
 from prepcli.execution.data_checks import (
     check_data_files,
@@ -58,7 +59,8 @@ from prepcli.planning.slabs import min_buffer_nbytes
 from prepcli.planning.work_units import WorkUnit, find_folder_units
 from prepcli.stores.files import check_no_symlinks, io_error
 
-# A larger unit has a note of its durable part, so that a kill loses about a second of work.
+# The units in progress have notes of their durable parts if they are larger than this together. A kill then loses about
+# a second of work.
 LARGE_UNIT_NBYTES = 1 << 30
 # Notes of an earlier session that are checked together
 CHECKED_NBYTES = 1 << 30
@@ -480,7 +482,9 @@ class Lane:
         converter = self._converter
         converter.note_durable({number: self._unsynced.pop(number) for number in point.complete})
         part = point.part
-        if part and converter.units[part.unit].nbytes >= LARGE_UNIT_NBYTES:
+        # Each lane has a unit in progress.
+        min_nbytes = LARGE_UNIT_NBYTES // len(converter.lane_orders)
+        if part and converter.units[part.unit].nbytes >= min_nbytes:
             converter.write_note(
                 PART_FOLDER, part.unit, converter.part_note(part.digests, part.prefix)
             )

@@ -11,10 +11,11 @@ from prepcli.core.errors import GET_AGAIN_HINT, Command, DamagedError, text
 from prepcli.core.formatting import format_bytes
 from prepcli.core.observer import LockedProgress, NullProgress, Observer, Progress
 from prepcli.engine.blobs import can_share_reader, open_blobs
-from prepcli.engine.budget import count_lanes, lanes_have_threads, make_budget
+from prepcli.engine.budget import make_budget
 from prepcli.engine.casts import value_operations
 from prepcli.engine.digest import StreamDigest, algorithm_of, record_digest_of_pieces
-from prepcli.engine.pipeline import Pipeline, PipelineUnit, run_pipelines
+from prepcli.engine.lanes import count_lanes, lanes_have_threads, run_pipelines
+from prepcli.engine.pipeline import Pipeline, PipelineUnit
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import NO_MANIFEST, RECREATE_HINT, again_hint
 from prepcli.planning.arrays import location_copies

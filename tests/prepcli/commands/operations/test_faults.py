@@ -21,11 +21,13 @@ import pytest
 import prepcli as prep
 from prepcli.commands.cli.main import main
 from prepcli.core.observer import NullProgress
-from prepcli.engine import budget, files, pipeline
+from prepcli.engine import files, lanes, pipeline
+from prepcli.engine.budget import Budget
 from prepcli.engine.conversion_result import ConversionResult
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import Pipeline
 from prepcli.execution import folder_converter
+from prepcli.planning import work_units
 from prepcli.restore import digest_checks
 from tests.helpers.damage import flip_bit, tensor_byte_ranges
 from tests.helpers.faults import COMMANDS, FaultSources, run_until_killed
@@ -402,7 +404,7 @@ def lane_counts(sources: FaultSources, monkeypatch: MonkeyPatch) -> list[int]:
     for command in (*COMMANDS.values(), CAST):
         sources.expected(command)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(NUM_LANES)))
-    monkeypatch.setattr(budget, "MIN_LANE_NBYTES", 1)
+    monkeypatch.setattr(lanes, "MIN_LANE_NBYTES", 1)
     counts: list[int] = []
     real = folder_converter.run_pipelines
 
@@ -446,6 +448,18 @@ def test_killed_lanes_are_resumed(
     assert "resuming out.partial" in capsys.readouterr().err
     assert read_files(Path("out")) == sources.expected(command)
     assert lane_counts == [NUM_LANES, NUM_LANES]
+
+
+@pytest.mark.usefixtures("lane_counts")
+def test_units_of_lanes_have_notes_of_their_parts(sources: FaultSources, monkeypatch: MonkeyPatch):
+    """Three units are in progress. A kill loses the parts of each that have no note."""
+    monkeypatch.setattr(work_units, "MIN_JOINED_NBYTES", 50_000)
+    monkeypatch.setattr(folder_converter, "LARGE_UNIT_NBYTES", 50_000 * NUM_LANES)
+    monkeypatch.setattr(folder_converter, "make_budget", lambda *_, **__: Budget(1 << 20, 4096, 4))
+    partial = run_until_killed(monkeypatch, COMMANDS["export"], syncs=6, folder="part")
+    run_ok(*COMMANDS["export"], "--out", "out")
+    assert read_files(Path("out")) == sources.expected(COMMANDS["export"])
+    assert not partial.exists()
 
 
 def flip_written_bytes(partial: Path) -> None:
