@@ -59,7 +59,7 @@ class RunSharing:
     """Shares the runs of slabs between two sets of files, where their file system can."""
 
     def __init__(self, source: RunReader, sink: RunWriter | None) -> None:
-        """Share nothing yet. Only files can be shared."""
+        """Keep the files. Only files of this machine can be shared."""
         self._source = source
         self._sink = sink
         # Numbers of the source files that cannot be shared with the output

@@ -363,7 +363,7 @@ def test_leaves_of_a_remote_checkpoint_are_read_ahead():
 
 
 def test_signal_at_the_end_of_a_read_ends_the_load(monkeypatch: pytest.MonkeyPatch):
-    """The signal comes when the thread of the first read has ended. Nothing waits for it again."""
+    """The signal comes when the thread of the first read has ended. The load does not wait for it again."""
     stop = WorkerThread.stop
     signals = iter([KeyboardInterrupt()])
 
