@@ -60,9 +60,6 @@ def parse_bytes(size: str, option: str) -> int:
     Raises:
         UsageError: The text has another form, is a fraction of bytes, or is above MAX_NBYTES.
     """
-    # Few commands parse a size, and the import takes 3 ms.
-    from fractions import Fraction
-
     match = _SIZE.fullmatch(size.strip())
     if match is None:
         raise _invalid_size_error(size, option)
@@ -74,10 +71,16 @@ def parse_bytes(size: str, option: str) -> int:
         if unit.upper() in ("K", "M", "G", "T"):
             guess = f"{number}{unit.upper()}iB"
         raise _invalid_size_error(size, option, guess)
-    # Fractions are exact: 1.005 KB are 1,005 bytes, and as a float 1004.9999999999999.
-    nbytes = Fraction(MAX_NBYTES + 1)
+    nbytes = MAX_NBYTES + 1
     if len(number) <= MAX_DIGITS:
-        nbytes = Fraction(number) * scale
+        if number.isdecimal():
+            nbytes = int(number) * scale
+        else:
+            # Few sizes have a point, and the import takes 3 ms.
+            from fractions import Fraction
+
+            # Fractions are exact: 1.005 KB are 1,005 bytes, and as a float 1004.9999999999999.
+            nbytes = Fraction(number) * scale
     if nbytes > MAX_NBYTES:
         raise usage_error(
             text("{} is too large", Option(option, size)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +94,9 @@ def best_step(run: Path) -> int | None:
 
 def _selects_loss(manifest: Manifest) -> bool:
     """Return whether the recipe of a step selects the best one by its loss."""
+    # Conversions of models read no recipe, and the import takes 3 ms.
+    import tomllib
+
     try:
         recipe = tomllib.loads(manifest.recipe)
         return recipe["checkpoint"].get("best", "eval_loss") == "eval_loss"
