@@ -1,17 +1,19 @@
-"""Tokenize English-like text with prep, with the bare `tokenizers` library, and with `datasets.map`.
+"""Tokenize English-like text with prep, with other libraries alone, and with `datasets.map`.
 
     python -m bench.tokenize --work FOLDER --megabytes 500 --rounds 3
+    python -m bench.tokenize --work FOLDER --megabytes 100 --systems raw,transformers,tiktoken,prep
     python -m bench.tokenize --work FOLDER --megabytes 50 --kills 20
 
 The corpus is JSON Lines of sentences of Zipf-distributed words. The tokenizer is a byte-level BPE of 32,000 tokens like
 GPT-2's, trained on a part of it. Systems alternate, each in a process of its own. Times are those of the work without
-imports. Memory is that of the process tree. `--kills` kills prep at random moments until the corpus is tokenized, and
-compares the store with that of an undisturbed run.
+imports. Memory is that of the process tree. No extra has tiktoken. `--kills` kills prep at random moments until
+the corpus is tokenized, and compares the store with that of an undisturbed run.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -22,12 +24,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from bench.meter import measure
+from prepcli.core.sandbox import stop_idle
 from prepcli.core.tables import format_table
 from trainer.data.examples import ExampleSettings
 from trainer.data.tokenize import tokenize_files
@@ -35,6 +38,11 @@ from trainer.data.tokenize_config import TokenizeConfig
 
 CORPUS, TOKENIZER, STORES, DATASETS = "corpus.jsonl", "tokenizer.json", "stores", "datasets"
 VOCAB, BATCH_DOCUMENTS = 32_000, 1000
+END_TOKEN = "<|end|>"
+# The expression of GPT-2, as tiktoken has it.
+GPT_2_EXPRESSION = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+)
 SENTENCES, WORDS = 50_000, 60_000
 MAX_KILL_S = 4.0
 REPORTING = "prep-reporting"  # prep with progress: a line of bytes done after each batch
@@ -70,22 +78,61 @@ def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=VOCAB, special_tokens=[END_TOKEN], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
+def read_batches(folder: Path) -> Iterator[list[str]]:
+    """Yield the documents in lists of BATCH_DOCUMENTS."""
+    with (folder / CORPUS).open() as file:
+        for lines in iter(lambda: list(itertools.islice(file, BATCH_DOCUMENTS)), []):
+            yield [json.loads(line)["text"] for line in lines]
+
+
 def prepare_raw(folder: Path) -> Callable[[], None]:
-    """Return the loop that encodes the documents with `encode_batch` on all cores, and drops the ids."""
+    """Return the loop that encodes the documents with `encode_batch_fast` on all cores, and drops the ids."""
     tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
 
     def run() -> None:
-        with (folder / CORPUS).open() as file:
-            for lines in iter(lambda: list(itertools.islice(file, BATCH_DOCUMENTS)), []):
-                texts = [json.loads(line)["text"] for line in lines]
-                for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
-                    _ = encoding.ids
+        for texts in read_batches(folder):
+            for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+                _ = encoding.ids
+
+    return run
+
+
+def prepare_transformers(folder: Path) -> Callable[[], None]:
+    """Return the loop that calls the tokenizer of transformers, and drops the ids."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / TOKENIZER))
+
+    def run() -> None:
+        for texts in read_batches(folder):
+            tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
+
+    return run
+
+
+def prepare_tiktoken(folder: Path) -> Callable[[], None]:
+    """Return the loop that encodes the documents with the tiktoken of the same merges, and drops the ids."""
+    import tiktoken  # pyright: ignore[reportMissingImports]
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
+    vocab = Tokenizer.from_file(str(folder / TOKENIZER)).get_vocab()
+    special = {END_TOKEN: vocab.pop(END_TOKEN)}
+    # The trainer of `tokenizers` numbers the tokens in the order of the merges.
+    ranks = {bytes(byte_of[char] for char in token): rank for token, rank in vocab.items()}
+    tokenizer = tiktoken.Encoding(
+        "bench", pat_str=GPT_2_EXPRESSION, mergeable_ranks=ranks, special_tokens=special
+    )
+
+    def run() -> None:
+        for texts in read_batches(folder):
+            tokenizer.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
 
     return run
 
@@ -128,7 +175,14 @@ def make_store(folder: Path, report: Callable[[int], None] = lambda nbytes: None
     tokenize_files(config, progress=lambda nbytes, *_: report(nbytes), note=lambda text: None)
 
 
-SYSTEMS = {"raw": prepare_raw, "prep": prepare_prep, "datasets": prepare_datasets}
+SYSTEMS = {
+    "raw": prepare_raw,
+    "prep": prepare_prep,
+    "datasets": prepare_datasets,
+    "transformers": prepare_transformers,
+    "tiktoken": prepare_tiktoken,
+}
+DEFAULT_SYSTEMS = "raw,prep,datasets"
 
 
 def run_system(name: str, folder: Path) -> None:
@@ -136,12 +190,11 @@ def run_system(name: str, folder: Path) -> None:
     work = SYSTEMS[name](folder)
     start_s, start_cpu_s = time.perf_counter(), cpu_seconds()
     work()
-    print(
-        json.dumps(
-            {"seconds": time.perf_counter() - start_s, "cpu_s": cpu_seconds() - start_cpu_s}
-        ),
-        flush=True,
-    )
+    seconds = time.perf_counter() - start_s
+    # prep keeps the process of the tokenizer for the next call. The time of a child counts once it has ended.
+    gc.collect()
+    stop_idle()
+    print(json.dumps({"seconds": seconds, "cpu_s": cpu_seconds() - start_cpu_s}), flush=True)
 
 
 def cpu_seconds() -> float:
@@ -229,7 +282,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--systems", default=DEFAULT_SYSTEMS)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
