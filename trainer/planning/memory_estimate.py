@@ -221,6 +221,13 @@ def _lm_head_nbytes(inputs: MemoryInputs) -> int:
     return logits_nbytes + weight_nbytes
 
 
+def largest_scores(inputs: MemoryInputs) -> list[int]:
+    """Return the shape [B, H, T, S] of the largest attention scores that are in memory at once."""
+    stack = max(layer_stacks(inputs), key=lambda stack: stack.score_nbytes)
+    tile = inputs.score_tile(stack.seq_length, max(stack.kv_lengths.values()))
+    return [inputs.local_batch_size, inputs.local_extent("heads"), *tile]
+
+
 def layer_stacks(inputs: MemoryInputs) -> Iterable[LayerStack]:
     """Yield the decoder's layers, and the encoder's if there is one. Layers of different kinds are separate."""
     encoder = inputs.arch_config.encoder

@@ -28,7 +28,7 @@ from prepcli.models.param_tree import ParamLeaf
 from prepcli.models.partition import leaf_spec
 from prepcli.models.registry import family_of
 from prepcli.models.rules import Rules, activation_rules, check_leaf_rules
-from trainer.planning.memory_estimate import MemoryEstimate, estimate_memory
+from trainer.planning.memory_estimate import MemoryEstimate, estimate_memory, largest_scores
 from trainer.planning.memory_inputs import FLOAT32, MemoryInputs
 from trainer.planning.model_shapes import PlannedModel
 from trainer.planning.step_flops import StepFlops, count_step_flops
@@ -200,9 +200,6 @@ def memory_table(run: MemoryInputs, estimated: MemoryEstimate, available: str = 
         available: Text for the memory of the device. Empty omits the row.
     """
     length = run.local_length(run.seq_length)
-    source_length = run.local_length(run.source_length)
-    tile = run.score_tile(length, max(length, source_length))
-    shape = [run.local_batch_size, run.local_extent("heads"), *tile]
     chunk = chunk_length(run.head_chunk_size, length)
     layers = count_text(len(run.arch_config.sliding_windows), "layer")
     policy = run.remat_policy if isinstance(run.remat_policy, str) else ", ".join(run.remat_policy)
@@ -214,7 +211,7 @@ def memory_table(run: MemoryInputs, estimated: MemoryEstimate, available: str = 
         f"saved by {layers} (remat {policy})": estimated.saved,
         "one layer at work": estimated.layer,
         # The scores are already counted in `one layer at work`, so the peak does not add them.
-        **({f"  of it scores {shape}": estimated.scores} if estimated.scores else {}),
+        **({f"  of it scores {largest_scores(run)}": estimated.scores} if estimated.scores else {}),
         f"head and loss, {chunk} tokens": estimated.head,
         "peak": estimated.peak,
     }

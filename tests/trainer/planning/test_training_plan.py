@@ -17,6 +17,7 @@ from prepcli.models.presets import PRESETS
 from prepcli.models.registry import FAMILIES, fields_read
 from prepcli.models.rules import ACTIVATION_RULES, DEFAULT_RULES, merge_rules
 from tests.helpers.runs import make_setup
+from tests.helpers.tiny_configs import T5
 from tests.helpers.training_plans import RECIPE, TINY, load_text, plan_text
 from tests.trainer.planning.test_memory_estimate import LLAMA_13B, make_inputs
 from tests.trainer.run.test_checks import RECIPE as LLAMA_RECIPE
@@ -205,6 +206,13 @@ def test_memory_table_shows_the_scores_of_a_tile():
     tiled = replace(RUN_13B, attention_tile=(512, 1024))
     text = " ".join(memory_table(tiled, estimate_memory(tiled)).split())
     assert "of it scores [2, 10, 512, 1024] 40.0 MiB" in text
+
+
+def test_memory_table_shows_the_larger_scores_of_an_encoder():
+    """Sources of 64 tokens have larger scores than targets of 16, in self-attention of the encoder."""
+    run = make_inputs("t5", T5, seq_length=16, source_length=64)
+    text = " ".join(memory_table(run, estimate_memory(run)).split())
+    assert "of it scores [1, 3, 64, 64] 48.0 KiB" in text
 
 
 def test_memory_fields_state_whether_the_step_fits():
