@@ -19,6 +19,7 @@ from prepcli.models.activation_memory import (
     saved_activations,
 )
 from prepcli.models.architecture import NO_SOFTCAP, ArchConfig, BlockType
+from prepcli.models.layer_config import RelativePositionBias
 from prepcli.models.param_tree import HEAD_WIDTH_DIMS, KV_HEAD_DIMS, ParamLeaf
 from trainer.planning.memory_inputs import FLOAT32, MemoryInputs
 from trainer.planning.mixer_memory import MixerMemory
@@ -167,6 +168,17 @@ class LayerStack:
         )
 
     @property
+    def position_bias_nbytes(self) -> int:
+        """Bytes of the bias of dense attention by relative position, [H, T, T] in float32, and of its gradient."""
+        bias = self.arch_config.score_bias
+        if bias is None or self.inputs.attention_tile is not None:
+            return 0
+        # Only T5's bias has parameters.
+        num_copies = 2 if isinstance(bias, RelativePositionBias) else 1
+        num_scores = self.inputs.local_extent("heads") * self.seq_length**2
+        return num_copies * FLOAT32 * num_scores
+
+    @property
     def num_mixings(self) -> int:
         """Number of sublayers in which tokens read other tokens: attentions, or a recurrent mixer."""
         return max(1, len(self.kv_lengths))
@@ -222,14 +234,23 @@ class LayerStack:
             + self._inner_norm_nbytes()
         )
 
-    def overlapping_nbytes(self) -> int:
+    def overlapping_nbytes(self, *, is_scanned: bool) -> int:
         """Return the bytes of a layer while the backward pass of another layer of a hybrid model runs.
 
-        They are those of its own backward pass. Without rematerialization, its gradients come later.
+        Args:
+            is_scanned: Whether the layer is in the scan over periods, which saves arrays of all periods together.
         """
-        if self._mixer is None or self.inputs.remat_policy not in SAVES_ALL:
-            return self.backward_inputs_nbytes()
-        return self.backward_inputs_nbytes() - self._mixer.scan_gradient_nbytes
+        inputs_nbytes = self._input_nbytes() + self._token_input_nbytes()
+        # Arrays that the policy saves are read where they are.
+        in_place_nbytes = self.saved_nbytes + self.offloaded_nbytes - inputs_nbytes
+        if is_scanned and self._mixer is not None:
+            # The loop of a mixer reads slices of them.
+            in_place_nbytes -= self._mixer.saved_loop_inputs_nbytes
+        nbytes = self.backward_inputs_nbytes() - in_place_nbytes
+        # The backward pass of the MLP itself has not begun, which has the gradients of two products.
+        if self.arch_config.has_gated_mlp:
+            nbytes -= 2 * self.inputs.itemsize * self._saved_hidden_size()
+        return nbytes
 
     def _inner_norm_nbytes(self) -> int:
         """Return the bytes that norms before the last matrices of attention and of the MLP read. 0 without them."""
@@ -358,7 +379,17 @@ class LayerStack:
             tiled_copies = self.inputs.itemsize * (3 * self._query_size() + self._kv_size())
             num_copies = TILE_COPIES if self.inputs.plans_for_cpu else FUSED_TILE_COPIES
             return num_copies * self.score_nbytes + FLOAT32 * self._kv_size() + tiled_copies
-        return self.score_nbytes * (1 if self.inputs.remat_policy in SAVES_ALL else 2)
+        num_copies = 1 if self.inputs.remat_policy in SAVES_ALL else 2
+        return num_copies * self.score_nbytes + self._mask_nbytes()
+
+    def _mask_nbytes(self) -> int:
+        """Return the bytes of the mask of dense attention, one per score, which a step without rematerialization saves.
+
+        Accelerators compute it with the scores.
+        """
+        if not self.inputs.plans_for_cpu or self.inputs.remat_policy not in SAVES_ALL:
+            return 0
+        return self.score_nbytes // FLOAT32
 
     def _ring_nbytes(self) -> int:
         """Return the bytes of ring attention: copies of other devices' keys and values, and partial gradients."""

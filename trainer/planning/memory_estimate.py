@@ -9,13 +9,16 @@ At its peak a step needs
     state                parameters and the optimizer state, split by the mesh: 12 bytes per parameter in float32 with
                          two moments in float32, 10 in bfloat16. With LoRA the parameters except the adapters keep
                          their dtype
-    gradients            their sum and the update, float32: 8 bytes per trained parameter. With exact reduction also
+    gradients            their sum and the update, float32: 8 bytes per trained parameter. XLA for CPUs updates in
+                         place, but copies the moments during the whole step, and has the gradient of the LM head
+                         too, float32. With exact reduction also
                          the unsplit sums of log2(n) + 1 subtrees, for n logical shards of the device, and with fsdp
                          the gathered parameters, float32: 4 bytes per parameter of the whole model each. Frozen
                          parameters have one copy instead of the sums
     batch                token ids, targets and weights of all micro-batches, segment ids and positions of packed
                          documents, and ids and weights of sources: 4 bytes each
-    saved                for each layer the inputs of its backward pass (below), and its weights in the dtype `c`
+    saved                for each layer the inputs of its backward pass (below), and its weights in the dtype `c`.
+                         On CPUs, where weights are not cast, the same bytes are the gradients of the layers
     the larger of
       one layer's        the activations it reads; the larger of transient scores, B*H*T*S*4 once, or twice with
       backward pass      rematerialization, less the activations that are computed again later, and the gradients of
@@ -24,14 +27,19 @@ At its peak a step needs
                          period of kinds of layers overlap: each other layer of the period adds what a layer
                          saves without rematerialization, and with rematerialization its transient dense scores.
                          So does each dense layer before the scan of MoE layers. In a period with both attention
-                         and recurrent mixers each other layer adds all inputs of its backward pass. On CPUs
-                         so does each layer outside the scan of such a model
+                         and recurrent mixers each other layer adds the inputs of its backward pass that the
+                         policy does not save, without two gradients of a gated MLP, and copies of what the loop of
+                         its mixer or of its experts reads. On CPUs so does each layer outside the scan of such a
+                         model, and the weights of all layers are sliced into copies, float32
       the LM head        logits of a chunk and their gradients: 2*B*chunk*V*4. With fsdp the gathered head, twice, and
-                         its gradient before it is reduced: V*D*(2*c + 4)
+                         its gradient before it is reduced: V*D*(2*c + 4). On CPUs also hidden states of all tokens with
+                         their gradients, 2*B*T*D*c, and the layers outside the scan of a hybrid model, which XLA
+                         computes again before the head has ended
 
 The derivative of each operation determines the activations that the backward pass of a layer reads:
 
-    scores               B*H*T*S*(4 + c): the softmax in float32 and in `c`, and 4 more with a softcap.
+    scores               B*H*T*S*(4 + c): the softmax in float32 and in `c`, and 4 more with a softcap. On CPUs one byte
+                         more for the mask, without rematerialization. T5 has a bias and its gradient, 2*H*T*T*4
                          Blockwise attention saves B*H*T*4. Transient are the scores of a tile, four times (on
                          accelerators once), the gradients of keys and values in float32, and
                          copies of queries, keys, values and gradients in tiles
@@ -79,6 +87,7 @@ from dataclasses import dataclass, replace
 
 from prepcli.algebra.axis_map import DENSE_LAYERS, LAYERS, MIXER_LAYERS, WIDE_LAYERS
 from prepcli.models.activation_memory import chunk_length
+from prepcli.models.param_tree import ParamLeaf
 from prepcli.models.parameters import DECODER, ENCODER
 from trainer.planning.layer_memory import LayerStack
 from trainer.planning.memory_inputs import FLOAT32, MemoryInputs
@@ -130,10 +139,9 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
         stored.pop(path, None)
     num_stored = sum(inputs.local_leaf_size(leaf) for leaf in stored.values())
     num_adapters = sum(inputs.local_leaf_size(leaf) for leaf in (inputs.adapters or {}).values())
-    num_trained = sum(inputs.local_leaf_size(leaf) for leaf in inputs.trained_leaves.values())
     stacks = list(layer_stacks(inputs))
     if inputs.optimizer_state is None:
-        optimizer_nbytes = FLOAT32 * MOMENTS * num_trained
+        optimizer_nbytes = FLOAT32 * MOMENTS * _num_trained(inputs)
     else:
         optimizer_nbytes = sum(map(inputs.local_state_nbytes, inputs.optimizer_state))
     # Tokens, targets and weights, and for packed documents segment ids and positions. A source has ids
@@ -144,24 +152,43 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
     return MemoryEstimate(
         parameters=inputs.adapter_itemsize * num_adapters + inputs.stored_itemsize * num_stored,
         moments=optimizer_nbytes,
-        gradients=FLOAT32 * GRADIENT_COPIES * num_trained + _exact_reduction_nbytes(inputs),
-        saved=sum(stack.num_layers * stack.saved_nbytes + stack.weight_nbytes for stack in stacks),
+        gradients=_gradients_nbytes(inputs),
+        saved=sum(stack.num_layers * stack.saved_nbytes + stack.weight_nbytes for stack in stacks)
+        + sum(stack.position_bias_nbytes for stack in stacks)
+        + _layer_slices_nbytes(inputs),
         layer=max(stack.working_set_nbytes for stack in stacks)
         + _first_layers_nbytes(inputs)
         + _other_layers_nbytes(inputs),
-        head=_lm_head_nbytes(inputs),
+        head=_lm_head_nbytes(inputs) + sum(_unscanned_nbytes(inputs)),
         scores=max(stack.score_nbytes for stack in stacks),
         batch=batch_nbytes,
         offloaded=sum(stack.num_layers * stack.offloaded_nbytes for stack in stacks),
     )
 
 
+def step_gradients_nbytes(inputs: MemoryInputs) -> int:
+    """Return the bytes of gradients and updates of a whole step, and of the sums of an exact reduction."""
+    return FLOAT32 * GRADIENT_COPIES * _num_trained(inputs) + _exact_reduction_nbytes(inputs)
+
+
+def _gradients_nbytes(inputs: MemoryInputs) -> int:
+    """Return the bytes of gradients and updates, and on CPUs of the gradient of the LM head and copies of moments."""
+    nbytes = step_gradients_nbytes(inputs)
+    head = _head_leaf(inputs)
+    if inputs.plans_for_cpu and head.path in inputs.trained_leaves:
+        nbytes += FLOAT32 * inputs.local_leaf_size(head)
+    return nbytes
+
+
+def _num_trained(inputs: MemoryInputs) -> int:
+    """Return the number of trained parameters on one device."""
+    return sum(map(inputs.local_leaf_size, inputs.trained_leaves.values()))
+
+
 def _first_layers_nbytes(inputs: MemoryInputs) -> int:
     """Return the working set of the dense layers before the scan. XLA for CPUs computes them again during the scan."""
-    if not inputs.arch_config.dense_layers or not inputs.plans_for_cpu:
-        return 0
-    # `_other_layers_nbytes` counts them.
-    if MIXER_LAYERS in inputs.arch_config.layer_groups:
+    # `_other_layers_nbytes` counts them for hybrid models.
+    if not inputs.arch_config.dense_layers or not inputs.plans_for_cpu or _is_hybrid(inputs):
         return 0
     dense = next(stack for stack in layer_stacks(inputs) if DENSE_LAYERS in stack.groups)
     return inputs.arch_config.layer_schedule.num_first * dense.nbytes_while_others_run()
@@ -169,28 +196,67 @@ def _first_layers_nbytes(inputs: MemoryInputs) -> int:
 
 def _other_layers_nbytes(inputs: MemoryInputs) -> int:
     """Return the inputs of the other backward passes that overlap in a model with layers of several shapes."""
-    arch_config = inputs.arch_config
-    if MIXER_LAYERS not in arch_config.layer_groups and not arch_config.shape_groups:
-        return 0
-    nbytes_by_kind = {tuple(s.groups): s.overlapping_nbytes() for s in layer_stacks(inputs)}
-    kinds = [tuple(arch_config.group_indices[layer]) for layer in _layers_computed_together(inputs)]
-    sizes = [nbytes_by_kind[kind] for kind in kinds]
+    scanned = _scanned_layers(inputs)
+    period = list(scanned[: inputs.arch_config.layer_schedule.period])
+    sizes = _overlapping_nbytes(inputs, period, is_scanned=True) + _unscanned_nbytes(inputs)
     return sum(sizes) - max(sizes, default=0)
 
 
-def _layers_computed_together(inputs: MemoryInputs) -> list[int]:
-    """Return the layers of one period, and for CPUs also the layers outside the scan."""
-    schedule = inputs.arch_config.layer_schedule
-    scanned = range(0)
-    # A single period is no loop.
-    if schedule.num_periods > 1:
-        scanned = range(schedule.num_first, schedule.stop)
-    period = list(scanned[: schedule.period])
-    if not inputs.plans_for_cpu:
-        return period
+def _unscanned_nbytes(inputs: MemoryInputs) -> list[int]:
+    """Return the inputs of the backward pass of each layer outside the scan of a hybrid model, for CPUs."""
     # XLA for CPUs ignores the barriers around the layers, and computes them again early.
+    if not inputs.plans_for_cpu:
+        return []
+    scanned = _scanned_layers(inputs)
     layers = range(len(inputs.arch_config.sliding_windows))
-    return period + [layer for layer in layers if layer not in scanned]
+    outside = [layer for layer in layers if layer not in scanned]
+    return _overlapping_nbytes(inputs, outside, is_scanned=False)
+
+
+def _overlapping_nbytes(
+    inputs: MemoryInputs, layers: Iterable[int], *, is_scanned: bool
+) -> list[int]:
+    """Return the inputs of the backward pass of each of some layers of a hybrid model."""
+    if not _is_hybrid(inputs):
+        return []
+    stacks = {tuple(stack.groups): stack for stack in layer_stacks(inputs)}
+    kinds = [tuple(inputs.arch_config.group_indices[layer]) for layer in layers]
+    return [stacks[kind].overlapping_nbytes(is_scanned=is_scanned) for kind in kinds]
+
+
+def _scanned_layers(inputs: MemoryInputs) -> range:
+    """Return the layers of the scan over periods. A single period is no loop."""
+    schedule = inputs.arch_config.layer_schedule
+    if schedule.num_periods > 1:
+        return range(schedule.num_first, schedule.stop)
+    return range(0)
+
+
+def _is_hybrid(inputs: MemoryInputs) -> bool:
+    """Return whether the model has layers of several shapes, e.g. with attention and with a recurrent mixer."""
+    arch_config = inputs.arch_config
+    return MIXER_LAYERS in arch_config.layer_groups or bool(arch_config.shape_groups)
+
+
+def _layer_slices_nbytes(inputs: MemoryInputs) -> int:
+    """Return the bytes of the weights of the layers of a hybrid model that overlap, for CPUs.
+
+    XLA for CPUs slices them from the stacked weights. The loop over experts has gradients of the same size.
+    """
+    if not inputs.plans_for_cpu or not _is_hybrid(inputs):
+        return 0
+    scanned = _scanned_layers(inputs)
+    period = scanned[: inputs.arch_config.layer_schedule.period]
+    stacks = {tuple(stack.groups): stack for stack in layer_stacks(inputs)}
+    nbytes = 0
+    for layer, kind in enumerate(map(tuple, inputs.arch_config.group_indices)):
+        stack = stacks[kind]
+        slice_nbytes = stack.weight_nbytes // stack.num_layers
+        if layer in period and stack.arch_config.experts_per_token:
+            nbytes += 2 * slice_nbytes
+        elif layer in period or layer not in scanned:
+            nbytes += slice_nbytes
+    return nbytes
 
 
 def _exact_reduction_nbytes(inputs: MemoryInputs) -> int:
@@ -213,12 +279,19 @@ def _lm_head_nbytes(inputs: MemoryInputs) -> int:
     length = inputs.local_length(inputs.seq_length)
     num_tokens = inputs.local_batch_size * chunk_length(inputs.head_chunk_size, length)
     num_logits = num_tokens * inputs.local_extent("vocab")
-    logits_nbytes = FLOAT32 * LOGIT_COPIES * num_logits
+    nbytes = FLOAT32 * LOGIT_COPIES * num_logits
+    if inputs.plans_for_cpu:
+        # Hidden states of all tokens, and their gradients.
+        nbytes += 2 * inputs.itemsize * inputs.local_batch_size * length * inputs.embed_size
     if inputs.axis_size("fsdp") == 1:
-        return logits_nbytes
-    head = inputs.leaves.get("head.weight") or inputs.leaves["embed.tokens"]
-    weight_nbytes = (2 * inputs.itemsize + FLOAT32) * inputs.local_leaf_size(head, is_gathered=True)
-    return logits_nbytes + weight_nbytes
+        return nbytes
+    weight_size = inputs.local_leaf_size(_head_leaf(inputs), is_gathered=True)
+    return nbytes + (2 * inputs.itemsize + FLOAT32) * weight_size
+
+
+def _head_leaf(inputs: MemoryInputs) -> ParamLeaf:
+    """Return the matrix of the LM head, which may be the embedding."""
+    return inputs.leaves.get("head.weight") or inputs.leaves["embed.tokens"]
 
 
 def largest_scores(inputs: MemoryInputs) -> list[int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from prepcli.models.activation_memory import (
+    SAVES_ALL,
     SAVES_DOTS,
     SAVES_WEIGHT_DOTS,
     SCAN_CHUNK_SIZE,
@@ -131,6 +132,16 @@ class MixerMemory:
             return projections + self._scan_products_nbytes()
         if inputs.remat_policy in SAVES_WEIGHT_DOTS:
             return projections
+        return 0
+
+    @property
+    def saved_loop_inputs_nbytes(self) -> int:
+        """Bytes of the arrays that the rematerialization policy saves for the loop of the backward pass."""
+        policy = self.inputs.remat_policy
+        if policy in SAVES_ALL:
+            return self.saved_nbytes
+        if policy in SAVES_DOTS:
+            return self._scan_products_nbytes()
         return 0
 
     def _projection_width(self) -> int:

@@ -12,7 +12,7 @@ from prepcli.models.activation_memory import SAVES_ALL
 from prepcli.models.attention_kernels import DeviceKind
 from prepcli.models.mesh import MAX_DEVICES, ONE_SLICE, SliceCounts
 from trainer.planning.layer_memory import LayerStack
-from trainer.planning.memory_estimate import MemoryEstimate, layer_stacks
+from trainer.planning.memory_estimate import MemoryEstimate, layer_stacks, step_gradients_nbytes
 from trainer.planning.memory_inputs import FLOAT32, MemoryInputs
 from trainer.planning.step_flops import StepFlops, row_length
 
@@ -416,5 +416,5 @@ def _memory_traffic(inputs: MemoryInputs, memory: MemoryEstimate) -> int:
     )
     reads += sum(inputs.local_leaf_size(leaf, is_gathered=True) for leaf in trained)
     micro_batch_nbytes = reads * inputs.itemsize + 2 * memory.saved
-    step_nbytes = 2 * (updated_nbytes + memory.moments + memory.gradients)
+    step_nbytes = 2 * (updated_nbytes + memory.moments + step_gradients_nbytes(inputs))
     return step_nbytes + inputs.accumulate * micro_batch_nbytes
