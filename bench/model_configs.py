@@ -18,13 +18,18 @@ MODEL_SIZES["7b-layer"] = MODEL_SIZES["7b"] | {"num_hidden_layers": 1}
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 1 << 17}
 DEEP = LLAMA | MODEL_SIZES["small"] | {"num_hidden_layers": 8}
-# By name, with `model_type`: LLaMA in the sizes above and three more, and models of other families with width 512.
+# By name, with `model_type`: LLaMA in the sizes above and five more, and models of other families with width 512.
 MODEL_CONFIGS: dict[str, dict[str, Any]] = {name: LLAMA | size for name, size in MODEL_SIZES.items()} | {
     "13b": LLAMA | {
         "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40, "intermediate_size": 13824,
         "vocab_size": 32000,
     },
     "deep": DEEP,
+    "shallow": DEEP | {"num_hidden_layers": 4},
+    "1b": LLAMA | {
+        "hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "intermediate_size": 5632, "vocab_size": 32000,
+    },
     "thin-head": DEEP | {"vocab_size": 1024},
     "gpt_neo": {
         "model_type": "gpt_neo", "hidden_size": 512, "num_layers": 4, "num_heads": 8, "vocab_size": 32000,
