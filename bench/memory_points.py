@@ -197,7 +197,7 @@ LENGTH_POINTS = gradients(
     (f"{CHUNKS}--tokens 2048{INPUT}", 175),
     (f"{CHUNKS}--tokens 8192{INPUT}", 365),
     (f"{CHUNKS}--tokens 32768{INPUT}", 1282),
-    (f"--dtype bfloat16 --ffn-chunk 1024 --tokens 32768{INPUT}", 1078),
+    (f"--dtype bfloat16 --ffn-chunk 1024 --tokens 32768{INPUT}", 1014),
     (f"{CHUNKS}--tokens 131072{INPUT}", 4982),
     (f"{CHUNKS}--mesh sp:2 --tokens 32768{INPUT}", 856),
     (f"{CHUNKS}--mesh sp:4 --tokens 32768{INPUT}", 520),

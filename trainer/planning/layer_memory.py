@@ -376,7 +376,8 @@ class LayerStack:
         if not self.kv_lengths:
             return 0
         if self.inputs.attention_tile is not None:
-            tiled_copies = self.inputs.itemsize * (3 * self._query_size() + self._kv_size())
+            itemsize = self.inputs.tile_itemsize or self.inputs.itemsize
+            tiled_copies = itemsize * (3 * self._query_size() + self._kv_size())
             num_copies = TILE_COPIES if self.inputs.plans_for_cpu else FUSED_TILE_COPIES
             return num_copies * self.score_nbytes + FLOAT32 * self._kv_size() + tiled_copies
         num_copies = 1 if self.inputs.remat_policy in SAVES_ALL else 2

@@ -42,7 +42,7 @@ The derivative of each operation determines the activations that the backward pa
                          more for the mask, without rematerialization. T5 has a bias and its gradient, 2*H*T*T*4
                          Blockwise attention saves B*H*T*4. Transient are the scores of a tile, four times (on
                          accelerators once), the gradients of keys and values in float32, and
-                         copies of queries, keys, values and gradients in tiles
+                         copies of queries, keys, values and gradients in tiles, which CPUs keep in bfloat16
                          With sp, two copies of the keys and values of another device with their float32 gradients
                          are transient, and B*T*H*E*4 for the gradient of queries so far
     heads                queries and attention output B*T*H*E*c each, keys and values likewise

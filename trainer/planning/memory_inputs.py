@@ -67,6 +67,8 @@ class MemoryInputs:
     has_segments: bool = False
     # Bytes per element in the dtype of the computation, as the devices store it
     itemsize: int = FLOAT32
+    # Bytes per element of tiles of attention, or None for `itemsize`. CPUs widen bfloat16 tile by tile.
+    tile_itemsize: int | None = None
     remat_policy: RematPolicy = REMAT_NONE  # Rematerialization policy of the layers
     # "residuals" if the inputs of layers are saved in host memory, or "none"
     offload: str = OFFLOAD_NONE

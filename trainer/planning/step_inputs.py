@@ -262,6 +262,7 @@ def step_inputs(
         source_length=recipe.data.source_length or 0,
         has_segments=has_segments(recipe),
         itemsize=ITEMSIZES["float32" if widens_bfloat16 else recipe.model.dtype],
+        tile_itemsize=ITEMSIZES[recipe.model.dtype],
         remat_policy=recipe.model.remat_policy,
         offload=recipe.model.offload,
         head_chunk_size=sizes.head,
