@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -25,8 +26,16 @@ from bench.context import (
     context_text,
     method_config,
 )
-from bench.cpu_step import WARMUP_STEPS, StepCost, make_parser, print_report
-from bench.cpu_step_systems import make_recipe
+from bench.cpu_step import (
+    WARMUP_STEPS,
+    Measurement,
+    StepCost,
+    make_parser,
+    print_profile,
+    print_report,
+    step_operations,
+)
+from bench.cpu_step_systems import CONFIG, make_recipe
 from bench.kernels import device_peak, gradient_function, layer_flops, main, random_weights
 from bench.memory_points import MIB, POINTS, MemoryPoint, has_changed
 from bench.model_configs import MODEL_CONFIGS, MODEL_SIZES
@@ -104,6 +113,9 @@ TINY = {
 }  # fmt: skip
 
 
+RATES = {"prep": {"square": 8e9, "products": 5e9}, "torch": {"square": 7e9, "products": 6e9}}
+
+
 def make_costs(loss: float, *seconds: float) -> list[StepCost]:
     """Return slow warm-up steps, and a step for each of the seconds."""
     return [StepCost(loss, 60.0, 60.0)] * WARMUP_STEPS + [
@@ -112,20 +124,44 @@ def make_costs(loss: float, *seconds: float) -> list[StepCost]:
 
 
 def test_print_report_states_speed_without_warmup(capsys: pytest.CaptureFixture[str]):
-    print_report(
-        1, {"prep": make_costs(5.0, 0.5, 2.0, 1.0), "torch": make_costs(5.0, 3.0, 1.0, 4.0)}
-    )
-    prep, torch, speed, losses = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert prep == ["1", "prep", "0.500", "1.000", "1.000", "2.000"]
-    assert torch == ["1", "torch", "1.000", "3.000", "2.000", "6.000"]
+    steps = {"prep": make_costs(5.0, 0.5, 2.0, 1.0), "torch": make_costs(5.0, 3.0, 1.0, 4.0)}
+    # The highest rate is 8 G operations per CPU second. The best steps take 1 and 2 CPU seconds.
+    print_report(1, Measurement(steps, RATES), operations=6 * 10**9)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    prep, torch, speed, losses, operations, *rates = lines
+    assert prep == ["1", "prep", "0.500", "1.000", "1.000", "2.000", "75%"]
+    assert torch == ["1", "torch", "1.000", "3.000", "2.000", "6.000", "38%"]
+    assert operations[0] == "6.0"
+    assert [words[-4:] for words in rates] == [
+        ["square", "8,", "products", "5"],
+        ["square", "7,", "products", "6"],
+    ]
     assert speed == ["1", "speed", "2.00x", "3.00x", "2.00x", "3.00x"]
     assert losses[2] == str(WARMUP_STEPS + 3)
 
 
 @pytest.mark.parametrize("loss", [5.001, float("nan")])
 def test_print_report_fails_if_losses_differ(loss: float):
+    steps = {"prep": make_costs(loss, 1.0), "torch": make_costs(5.0, 1.0)}
     with pytest.raises(SystemExit, match="losses differ"):
-        print_report(1, {"prep": make_costs(loss, 1.0), "torch": make_costs(5.0, 1.0)})
+        print_report(1, Measurement(steps, RATES), operations=1)
+
+
+def test_print_profile_shows_shares_of_all_functions(capsys: pytest.CaptureFixture[str]):
+    print_profile([("mlp:up", 3.0, 1.0), ("step:update", 0.0, 4.0)])
+    first, second = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert first == ["mlp:up", "37.5%", "products", "12.5%", "other"]
+    assert second == ["step:update", "0.0%", "products", "50.0%", "other"]
+
+
+def test_step_operations_count_weights_and_visible_pairs(tmp_path: Path):
+    options = make_parser().parse_args(["--rows", "2", "--tokens", "8", "--kernel", "reference"])
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **CONFIG, **TINY}))
+    # Of 2 layers: q and o 2 * 16 * 16, k and v 2 * 16 * 8, three matrices of the MLP 16 * 24. The head: 16 * 64.
+    weights = 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24) + 16 * 64
+    # 36 visible pairs of 8 tokens, with 2 heads of 8 elements in two products
+    pairs = 2 * 2 * 36 * 2 * 2 * 2 * 8
+    assert step_operations(tmp_path, options) == 3 * (2 * 16 * weights + pairs)
 
 
 def test_recipe_leaves_the_sizes_to_the_devices():
@@ -144,11 +180,27 @@ def test_main_measures_both_systems(
     pytest.importorskip("transformers")
     monkeypatch.setattr(cpu_step, "CONFIG", cpu_step.CONFIG | TINY)
     cpu_step.main(
-        ["--rows", "2", "--tokens", "8", "--threads", "1", "--repeats", "1", "--head-chunk", "3"]
+        [
+            "--rows",
+            "2",
+            "--tokens",
+            "8",
+            "--threads",
+            "1",
+            "--repeats",
+            "1",
+            "--head-chunk",
+            "3",
+            "--profile",
+        ]
     )
-    _, _, *rows, losses = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    rows, (losses, _, *rates), profile = lines[2:5], lines[5:9], lines[9:]
     assert [row.split()[:2] for row in rows] == [["1", "prep"], ["1", "torch"], ["1", "speed"]]
     assert re.fullmatch(r" +losses of 3 steps differ by at most [\d.]+e-\d+ of their value", losses)
+    assert [line.split(",")[0].strip() for line in rates] == ["prep", "torch"]
+    products = [line.split()[0] for line in profile if " 0.0% products" not in line]
+    assert {"projections:_multiply", "lm_head:_linear_logits"} <= set(products)
 
 
 def rows_of(
