@@ -179,21 +179,8 @@ def test_main_measures_both_systems(
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     monkeypatch.setattr(cpu_step, "CONFIG", cpu_step.CONFIG | TINY)
-    cpu_step.main(
-        [
-            "--rows",
-            "2",
-            "--tokens",
-            "8",
-            "--threads",
-            "1",
-            "--repeats",
-            "1",
-            "--head-chunk",
-            "3",
-            "--profile",
-        ]
-    )
+    words = "--rows=2 --tokens=8 --threads=1 --repeats=1 --head-chunk=3 --profile"
+    cpu_step.main(words.split())
     lines = capsys.readouterr().out.splitlines()
     rows, (losses, _, *rates), profile = lines[2:5], lines[5:9], lines[9:]
     assert [row.split()[:2] for row in rows] == [["1", "prep"], ["1", "torch"], ["1", "speed"]]
