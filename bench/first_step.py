@@ -1,6 +1,6 @@
 """Measure the parts of the time from `prep train` to the end of its first step.
 
-    python -m bench.first_step --work FOLDER [--model gpt-neo-125M] [--pairs 3]
+    python -m bench.first_step --work FOLDER [--model gpt-neo-125M] [--layers 4] [--pairs 3]
 
 Each pair is a start with an empty folder of compiled programs and one with the folder of the first. Both are new
 processes, whose checkpoint and tokens are read from the page cache. Prints the median seconds of each part.
@@ -100,18 +100,25 @@ def words_of(run: str) -> list[str]:
     return ["train", "recipe.toml", "--out", run, "--quiet"]
 
 
-def prepare(folder: Path, model: str, *, length: int, batch: int) -> None:
+def prepare(
+    folder: Path, model: str, *, length: int, batch: int, num_layers: int | None = None
+) -> None:
     """Write a model of random values, its initial checkpoint, a text and a recipe."""
     folder.mkdir(parents=True, exist_ok=True)
-    init = f"init-{Path(model).stem}"
+    name = Path(model).stem
+    options: list[str] = []
+    if num_layers is not None:
+        name += f"-{num_layers}"
+        options = ["--layers", str(num_layers)]
+    init = f"init-{name}"
     vocabulary = ["the", "of", "and", "to", "in", "is", "that", "it"]
     text = " ".join(random.Random(0).choices(vocabulary, k=200_000))
     (folder / "text.txt").write_text(text)
     (folder / "recipe.toml").write_text(RECIPE.format(init=init, length=length, batch=batch))
     if (folder / init).exists():
         return
-    hf_folder = str(folder / f"hf-{Path(model).stem}")
-    subprocess.run([sys.executable, "-m", "bench.models", model, hf_folder], check=True)
+    hf_folder = str(folder / f"hf-{name}")
+    subprocess.run([sys.executable, "-m", "bench.models", model, hf_folder, *options], check=True)
     words = ["save-init", hf_folder, "--out", str(folder / init), "--quiet"]
     subprocess.run([sys.executable, "-m", "prepcli", *words], check=True, stdout=subprocess.DEVNULL)
 
@@ -123,12 +130,19 @@ def main() -> None:
     )
     parser.add_argument("--work", type=Path, required=True, help="folder of the model and the runs")
     parser.add_argument("--model", default="gpt-neo-125M")
+    parser.add_argument("--layers", type=int, help="layers of the model (default: all)")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=256, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=2)
     options = parser.parse_args()
     folder = options.work.absolute()
-    prepare(folder, options.model, length=options.tokens, batch=options.batch)
+    prepare(
+        folder,
+        options.model,
+        length=options.tokens,
+        batch=options.batch,
+        num_layers=options.layers,
+    )
     rows: dict[str, list[dict[str, float]]] = {"compiled": [], "kept": []}
     for _ in range(options.pairs):
         shutil.rmtree(folder / "caches" / "prep", ignore_errors=True)
