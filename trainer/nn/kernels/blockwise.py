@@ -365,8 +365,7 @@ def backward(
     q_tiles = jax.tree.map(
         cut_q, (inputs.q, _q_labels(labels), output_gradient, row_dots, saved.log_normalizer)
     )
-    k_tiles = _head_major(cut_kv(inputs.k))
-    v_tiles = _head_major(cut_kv(inputs.v))
+    kv_tiles = _head_major(cut_kv(inputs.k)), _head_major(cut_kv(inputs.v))
     kv_label_tiles = jax.tree.map(cut_kv, labels.kv_labels)
     dtype = jnp.float32 if config.is_partial else inputs.q.dtype
 
@@ -387,7 +386,7 @@ def backward(
             kv_labels = _take_tile(kv_label_tiles, index)
 
             def update(gradients: _TileGradients) -> _TileGradients:
-                keys, values = _take_tile((k_tiles, v_tiles), index)
+                keys, values = _take_tile(kv_tiles, index)
                 mask = _tile_mask(config, labels, q_labels, kv_labels)
                 scores, d_scores_d_dots = _masked_scores(config, queries, keys, table, mask)
                 # arXiv:2307.08691, algorithm 2, with the dropout of the module's docstring:
@@ -400,11 +399,8 @@ def backward(
                 # dQ = d_dots K, dK = d_dots^T Q, dV = (P * M)^T dO
                 d_dots = (d_scores * d_scores_d_dots).astype(queries.dtype)
                 d_keys = _einsum("bkegt,bkgts->bkes", q_columns, d_dots)
-                d_values = _einsum(
-                    "bkegt,bkgts->bkes",
-                    d_output_columns,
-                    drop(probabilities).astype(d_output.dtype),
-                )
+                kept = drop(probabilities).astype(d_output.dtype)
+                d_values = _einsum("bkegt,bkgts->bkes", d_output_columns, kept)
                 return _TileGradients(
                     gradients.q + _einsum("bkgts,bkse->bkgte", d_dots, keys),
                     gradients.k_tiles.at[index].add(d_keys),
@@ -419,18 +415,16 @@ def backward(
         # The gradient of a tile of queries is complete after its keys. The gradients of keys, values
         # and the table are sums over all tiles of queries, so they are the carry of the outer scan.
         initial = _TileGradients(jnp.zeros(queries.shape, jnp.float32), *sums)
-        gradients = lax.fori_loop(0, len(k_tiles), run_kv_tile, initial)
+        gradients = lax.fori_loop(0, len(kv_tiles[0]), run_kv_tile, initial)
         return gradients[1:], jnp.moveaxis(gradients.q, 3, 1).astype(dtype)
 
     d_table = None if table is None else jnp.zeros(table.shape, jnp.float32)
-    zeros = _zero_columns(k_tiles), _zero_columns(v_tiles), d_table
+    zeros = *map(_zero_columns, kv_tiles), d_table
     (dk_tiles, dv_tiles, d_table), dq_tiles = lax.scan(run_q_tile, zeros, q_tiles)
     if table is not None and not config.is_partial:
         d_table = d_table.astype(table.dtype)
-    # [N, B, K, E, s] -> [N, B, s, K, E]
-    dk, dv = (
-        join_chunks(jnp.moveaxis(tiles, -1, 2)).astype(dtype) for tiles in (dk_tiles, dv_tiles)
-    )
+    dk = _join_columns(dk_tiles).astype(dtype)
+    dv = _join_columns(dv_tiles).astype(dtype)
     d_sinks = sink_gradient(saved, row_dots)
     return AttentionInputs(join_chunks(dq_tiles), dk, dv, d_table, d_sinks), None
 
@@ -472,6 +466,11 @@ def _zero_columns(tiles: Array) -> Array:
     """Return zeros [N, B, K, E, s] for tiles [N, B, K, s, E]."""
     *axes, kv_size, width = tiles.shape
     return jnp.zeros((*axes, width, kv_size), jnp.float32)
+
+
+def _join_columns(tiles: Array) -> Array:
+    """Join tiles [N, B, K, E, s] to [B, S, K, E]."""
+    return join_chunks(jnp.moveaxis(tiles, -1, 2))
 
 
 def _masked_scores(
