@@ -8,17 +8,25 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 
 import numpy as np
 
 from prepcli.algebra.strided_copies import StridedCopy
-from prepcli.planning.slabs import PAGE, Slab
+from prepcli.planning.slabs import Slab
 from prepcli.stores.buffers import ByteArray
 
-# A source tile and a target tile fit the L2 cache together.
-TILE_NBYTES = 128 << 10
+# About the size of an L2 cache. Smaller tiles are faster in one thread, but several threads wait for the interpreter
+# lock between tiles.
+TILE_NBYTES = 1 << 20
+# The cache lines of a column of a tile fit the L1 cache.
+MAX_COLUMN_LENGTH = 128
+# Elements of this size use whole cache lines in any order.
+CACHE_LINE = 64  # bytes
+# The L1 cache has a place for each line of so many consecutive bytes, 8 times (x86-64 and most ARM processors).
+L1_WAY_NBYTES = 4096
+L1_WAYS = 8
 # Smaller parts are not worth a thread.
 MIN_PART_NBYTES = 2 << 20
 # A few threads saturate the memory bandwidth.
@@ -129,23 +137,72 @@ def _parts_for_threads(target: np.ndarray, source: np.ndarray) -> Iterator[Assig
 def assign_tiled(target: np.ndarray, source: np.ndarray) -> None:
     """Copy `source` to `target`, an array of the same shape. Values are cast to the target's dtype.
 
-    A transpose is copied in square tiles. Arrays with the same contiguous axis are copied in one assignment.
+    A transpose is copied in tiles. Arrays with the same contiguous axis are copied in one assignment.
     """
-    # Row by row, a transpose touches a new cache line for every element of one side. A square tile of
-    # both sides stays in the L2 cache until all elements of its lines are used.
-    axes = (_contiguous_axis(target), _contiguous_axis(source))
-    if None in axes or axes[0] == axes[1] or target.itemsize >= PAGE:
+    # Row by row, a transpose touches a new cache line of the source for every element. The lines of a tile stay in
+    # the L1 and L2 caches until all of their elements are used.
+    target_axis = _contiguous_axis(target)
+    source_axis = _contiguous_axis(source)
+    is_transpose = target_axis != source_axis and None not in (target_axis, source_axis)
+    if target_axis is None or not is_transpose or source.itemsize >= CACHE_LINE:
         target[...] = source
         return
-    side = max(1, math.isqrt(TILE_NBYTES // target.itemsize))
-    steps = list(target.shape)
-    for axis in axes:
-        if axis is not None:
-            steps[axis] = side
-    tile_ranges = [range(0, length, step) for length, step in zip(target.shape, steps)]
+    lengths = _tile_lengths(target, source, target_axis)
+    spread: np.ndarray | None = None
+    if _share_cache_sets(source.strides[target_axis], lengths[target_axis]):
+        spread = _allocate_spread_tile(source, lengths, target_axis)
+    tile_ranges = [range(0, length, step) for length, step in zip(source.shape, lengths)]
     for starts in itertools.product(*tile_ranges):
-        tile = tuple(slice(start, start + step) for start, step in zip(starts, steps))
-        target[tile] = source[tile]
+        tile = tuple(slice(start, start + step) for start, step in zip(starts, lengths))
+        values = source[tile]
+        if spread is not None:
+            spread_values = spread[tuple(map(slice, values.shape))]
+            spread_values[...] = values
+            values = spread_values
+        target[tile] = values
+
+
+def _tile_lengths(target: np.ndarray, source: np.ndarray, target_axis: int) -> list[int]:
+    """Return the shape of a tile with long runs in both arrays. Columns are along `target_axis`."""
+    # E.g. 4-byte elements, target [64, 4, 32, 512] with strides in this order, source with the order (1, 3, 0, 2). The
+    # target's last axis gets 128 indices. The source's axes 2 and 0 get 32 and 64: 64 * 32 * 128 * 4 = 1 MiB.
+    lengths = [1] * source.ndim
+    for axis in _axes_inside_out(target):
+        lengths[axis] = min(target.shape[axis], max(1, MAX_COLUMN_LENGTH // math.prod(lengths)))
+    max_count = TILE_NBYTES // source.itemsize
+    for axis in _axes_inside_out(source):
+        if axis != target_axis:
+            most = lengths[axis] * max(1, max_count // math.prod(lengths))
+            lengths[axis] = min(source.shape[axis], most)
+    return lengths
+
+
+def _share_cache_sets(stride: int, count: int) -> bool:
+    """Return whether `count` cache lines, `stride` bytes apart, evict each other from the L1 cache."""
+    # Lines 8,192 bytes apart belong to the same set, which has 8 places. Lines 8,256 bytes apart are spread over all
+    # sets.
+    set_count = L1_WAY_NBYTES // math.gcd(L1_WAY_NBYTES, stride)
+    return count > set_count * L1_WAYS
+
+
+def _allocate_spread_tile(
+    source: np.ndarray, lengths: Sequence[int], column_axis: int
+) -> np.ndarray:
+    """Allocate a tile in the axis order of the source. The lines of each column are spread over all cache sets."""
+    strides = [0] * source.ndim
+    stride = source.itemsize
+    for axis in _axes_inside_out(source):
+        if axis == column_axis:
+            # An odd number of lines has no common divisor with the number of sets.
+            stride = (-(-stride // CACHE_LINE) | 1) * CACHE_LINE
+        strides[axis] = stride
+        stride *= lengths[axis]
+    return np.ndarray(lengths, source.dtype, np.empty(stride, np.uint8), 0, strides)
+
+
+def _axes_inside_out(array: np.ndarray) -> list[int]:
+    """Return the axes of an array by ascending stride."""
+    return sorted(range(array.ndim), key=array.strides.__getitem__)
 
 
 def _contiguous_axis(array: np.ndarray) -> int | None:

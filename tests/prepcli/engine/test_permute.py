@@ -29,6 +29,10 @@ def small_tiles() -> Iterator[None]:
     """Make tiles and thread parts so small that small arrays have several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(permute, "TILE_NBYTES", 4 * SIDE**2)
+        patch.setattr(permute, "MAX_COLUMN_LENGTH", SIDE)
+        # Columns of 16 elements with a stride of e.g. 64 bytes share cache sets, those with one of 60 bytes do not.
+        patch.setattr(permute, "L1_WAY_NBYTES", 256)
+        patch.setattr(permute, "L1_WAYS", 2)
         patch.setattr(permute, "MIN_PART_NBYTES", 1000)
         patch.setattr(permute, "threads", lambda: 3)
         yield
