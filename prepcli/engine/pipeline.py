@@ -296,13 +296,11 @@ class Pipeline:
         Return False, and stop, if these bytes have another digest than `prefix_digest`.
         """
         max_nbytes = self.budget.slab_nbytes
-        max_contiguous_nbytes = max_nbytes
+        cached_nbytes = max_nbytes
         if not self.has_threads:
-            max_contiguous_nbytes = min(max_nbytes, CACHED_SLAB_NBYTES)
+            cached_nbytes = min(max_nbytes, CACHED_SLAB_NBYTES)
         stream = self.streams[number]
-        slabs = split_stream(
-            number, stream, max_nbytes=max_nbytes, max_contiguous_nbytes=max_contiguous_nbytes
-        )
+        slabs = split_stream(number, stream, max_nbytes=max_nbytes, cached_nbytes=cached_nbytes)
         for slab in slabs:
             task = self._make_task(slab, durable_nbytes)
             if prefix_digest and task.new_nbytes < slab.nbytes:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from prepcli.algebra.boxes import Box, full_box, strides
+from prepcli.algebra.boxes import Box, Range, full_box, strides
 from prepcli.algebra.grids import find_split_atom
 from prepcli.algebra.strided_copies import StridedCopy
 from prepcli.planning.arrays import MappedArray, location_copies
@@ -20,6 +20,8 @@ from prepcli.planning.tensors import itemsize
 PAGE = 4096  # bytes. Direct I/O transfers whole pages.
 # Longer runs are hardly faster.
 LONG_RUN_NBYTES = 64 << 10
+# Runs of a smaller slab for the caches: a system call per run is then a small part of the time.
+MIN_CACHED_RUN_NBYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Slab:
 
 
 def split_stream(
-    stream_number: int, stream: Stream, *, max_nbytes: int, max_contiguous_nbytes: int | None = None
+    stream_number: int, stream: Stream, *, max_nbytes: int, cached_nbytes: int | None = None
 ) -> Iterator[Slab]:
     """Split a stream into slabs.
 
@@ -67,16 +69,17 @@ def split_stream(
         stream_number: Number of the stream.
         stream: The stream.
         max_nbytes: Maximum size of a slab.
-        max_contiguous_nbytes: Maximum size of a slab if the stream is one run of the source and of the output. By
-            default, `max_nbytes`.
+        cached_nbytes: Size of a slab that fits the caches. It is preferred if it does not make runs short. By default,
+            `max_nbytes`.
     """
     if not stream.nbytes:
         return iter(())
     # E.g. float32 to float64: a slab of 32 MiB as written has 16 MiB as read.
     itemsizes = _itemsizes(stream)
     max_read_nbytes = max_nbytes * itemsizes[0] // max(itemsizes)
+    preferred_nbytes = min(max_read_nbytes, cached_nbytes or max_nbytes)
     # Most tensors are small, and whole.
-    is_one_slab = stream.nbytes <= max_read_nbytes and stream.box == full_box(stream.shape)
+    is_one_slab = stream.nbytes <= preferred_nbytes and stream.box == full_box(stream.shape)
     # Otherwise two copies of each suffice to see whether a stream is contiguous.
     num_copies = None if is_one_slab else 2
     reads = tuple(itertools.islice(location_copies(stream.reads, stream.box), num_copies))
@@ -85,9 +88,8 @@ def split_stream(
         one_run = [stream.nbytes]
         widths = ([copy.width for copy in reads], [copy.width for copy in writes])
         if widths[0] in ([], one_run) and widths[1] in ([], one_run):
-            return _contiguous_slabs(
-                stream_number, stream, reads, writes, max_contiguous_nbytes or max_nbytes
-            )
+            max_nbytes = cached_nbytes or max_nbytes
+            return _contiguous_slabs(stream_number, stream, reads, writes, max_nbytes)
     if is_one_slab:
         return iter([Slab(stream_number, 0, stream.nbytes, reads, writes, itemsizes)])
     axis = _split_axis(stream, max_read_nbytes)
@@ -97,7 +99,60 @@ def split_stream(
         # Slabs end at boundaries of bands of whole chunks, where possible.
         bands = tuple(_aligned_bands(stream, axis))
         page_rows = _rows_filling_whole_pages(stream, axis)
+        if preferred_nbytes < min(stream.nbytes, max_read_nbytes):
+            start_row = stream.box[axis][0]
+            max_read_nbytes = _fit_slab_to_caches(
+                stream,
+                axis,
+                lambda max_rows: _end_row(start_row, bands, max_rows, page_rows),
+                cached_nbytes=preferred_nbytes,
+                max_nbytes=max_read_nbytes,
+            )
     return _slabs_along_axis(stream_number, stream, max_read_nbytes, axis, bands, page_rows)
+
+
+def _fit_slab_to_caches(
+    stream: Stream, axis: int, end_row: Callable[[int], int], *, cached_nbytes: int, max_nbytes: int
+) -> int:
+    """Return the smallest size of a slab from `cached_nbytes` on that has long runs, or runs as long as `max_nbytes`.
+
+    Args:
+        stream: The stream.
+        axis: The axis along which slabs divide the stream.
+        end_row: Returns the end of the first slab, given the number of rows that fit.
+        cached_nbytes: Preferred size.
+        max_nbytes: Maximum size.
+    """
+    # E.g. float32 [8192, 2048] in chunks [2048, 32], stored one after another. 4 MiB are 512 rows, and 64 runs of
+    # 512 * 128 bytes = 64 KiB. 8 MiB have runs of 128 KiB. 16 MiB are whole chunks, and therefore a single run.
+    row_nbytes = strides(stream.shape, itemsize(stream.dtype))[axis]
+    fitting_nbytes = max_nbytes
+    long_nbytes = MIN_CACHED_RUN_NBYTES
+    nbytes = max_nbytes
+    while nbytes >= max(cached_nbytes, row_nbytes):
+        run_nbytes = _shortest_run_nbytes(stream, axis, end_row(nbytes // row_nbytes))
+        if nbytes == max_nbytes:
+            long_nbytes = min(long_nbytes, run_nbytes)
+        if run_nbytes >= long_nbytes:
+            fitting_nbytes = nbytes
+        nbytes //= 2
+    return fitting_nbytes
+
+
+def _shortest_run_nbytes(stream: Stream, axis: int, stop_row: int) -> int:
+    """Return the length of the shortest run of the first slab along an axis, which ends at `stop_row`."""
+    box: list[Range] = list(stream.box)
+    for outer in range(axis):
+        start = box[outer][0]
+        box[outer] = (start, start + 1)
+    start, end = box[axis]
+    box[axis] = (start, min(stop_row, end))
+    shortest_nbytes = stream.nbytes
+    for locations in (stream.reads, stream.writes):
+        # A few copies suffice. Those of other chunks have equal runs, except at the edges of an array.
+        for copy in itertools.islice(location_copies(locations, tuple(box)), 4):
+            shortest_nbytes = min(shortest_nbytes, copy.run_nbytes)
+    return shortest_nbytes
 
 
 def _itemsizes(stream: Stream) -> tuple[int, int]:

@@ -209,6 +209,28 @@ def test_slabs_split_large_chunks_at_pages(columns: int, rows: int):
             assert copy.run_nbytes % PAGE == 0 or offset + copy.run_nbytes in ends
 
 
+CACHED_SLABS = {  # row, chunk, bytes of a slab in KiB, if 256 KiB fit the caches and 4 MiB fit a buffer
+    "runs of whole chunks": ("mlp embed <- w: mlp embed", (16, 64), 256),
+    "one run of chunks from 1 MiB on": ("mlp embed <- w: mlp embed", (1024, 32), 1024),
+    "runs of 256 KiB": ("mlp embed <- w: mlp embed", (8192, 128), 512),
+    "runs below 256 KiB in each size": ("mlp embed <- w: mlp embed", (8192, 8), 4096),
+    "transposed chunks of 64 KiB, four a run": ("embed mlp <- w: mlp embed", (32, 512), 2048),
+    "transposed rows of 32 KiB": ("embed mlp <- w: mlp embed", (256, 8192), 4096),
+}
+
+
+@pytest.mark.parametrize("case", CACHED_SLABS)
+@pytest.mark.parametrize("direction", ["reads", "writes"])
+def test_slabs_fit_caches_if_runs_stay_long(case: str, direction: str):
+    text, chunk, slab_kib = CACHED_SLABS[case]
+    stream = stream_into(region(text, {"mlp": 8192, "embed": 256}, chunk))
+    if direction == "reads":
+        stream = reverse_streams([stream])[0]
+    slabs = list(split_stream(0, stream, max_nbytes=4 << 20, cached_nbytes=256 << 10))
+    check_tiling(slabs, stream, 4 << 20)
+    assert {slab.nbytes for slab in slabs} == {slab_kib << 10}
+
+
 def test_slabs_split_contiguous_bytes_at_written_pages():
     stream = Stream(
         "w",
