@@ -13,7 +13,8 @@ VERSION = "0.2.0"
 
 def package_versions() -> dict[str, str | None]:
     """Return the version of each package of prep, or None if it is not installed."""
-    return {name: _package_version(name) for name in PACKAGES}
+    # The metadata of an editable installation may be those of an earlier version.
+    return {name: _package_version(name) for name in PACKAGES} | {"prepcli": VERSION}
 
 
 # An installed version does not change while a process runs, and parsing its metadata takes a millisecond.

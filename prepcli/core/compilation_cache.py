@@ -27,7 +27,8 @@ MIN_SECONDS = "0.1"
 # Path inside the user's cache folder
 DEFAULT_NAME = "prep/compiled"
 MAX_AGE_DAYS = 30
-# On a disk with less space no program is kept: JAX would leave a part of its file, and every later start would warn.
+# On a disk with less space no program is kept or loaded: JAX would leave a part of a new one, and every later start
+# would warn. JAX has no setting to load programs only.
 MIN_FREE_NBYTES = 1 << 30
 
 

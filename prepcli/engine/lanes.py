@@ -61,8 +61,8 @@ def lanes_have_threads(unit_nbytes: Sequence[int], num_lanes: int, *, are_in_mem
 def run_pipelines(pipelines: Sequence[Pipeline]) -> None:
     """Run pipelines at the same time, and wait for all of them. The first error stops the others.
 
-    One pipeline reads in the calling thread. Several ones, and one without threads of its own, read in threads, which a
-    signal ends after a slab. Their sources are files of this machine.
+    A single pipeline with threads reads in the calling thread. All others run in threads, which a signal ends after a
+    slab. Their sources are files of this machine.
 
     Raises:
         PrepError: Reading or writing failed.

@@ -189,6 +189,7 @@ def _allocate_spread_tile(
     source: np.ndarray, lengths: Sequence[int], column_axis: int
 ) -> np.ndarray:
     """Allocate a tile in the axis order of the source. The lines of each column are spread over all cache sets."""
+    # About TILE_NBYTES for each thread, from the reserve of the memory limit
     strides = [0] * source.ndim
     stride = source.itemsize
     for axis in _axes_inside_out(source):

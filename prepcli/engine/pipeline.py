@@ -418,7 +418,8 @@ class Pipeline:
         reads = task.slab.reads
         if task.new_nbytes == task.slab.nbytes:
             # Durable bytes of an earlier start are compared before they are replaced.
-            task.shared = self.sharing.share(task.slab)
+            is_changed = self.streams[task.slab.stream_number].is_changed
+            task.shared = self.sharing.share(task.slab, is_changed=is_changed)
         if task.shared:
             task.data = task.shared.read_bytes(task.buffers[0])
         elif len(reads) == 1 and not reads[0].repeats:

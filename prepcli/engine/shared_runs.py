@@ -1,6 +1,6 @@
 """Share runs between the files of a source and of an output, on file systems with reflinks such as XFS and btrfs.
 
-A shared run takes no disk space and no time to write. Whoever changes one of the files later gets blocks of their own.
+A shared run takes no disk space and no time to write. A later change of one file leaves the blocks of the other one.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ class RunSharing:
         # Numbers of the source files that cannot be shared with the output
         self._unshared: set[int] = set()
 
-    def share(self, slab: Slab) -> SharedRun | None:
+    def share(self, slab: Slab, *, is_changed: bool) -> SharedRun | None:
         """Share the whole blocks of a slab, or return None if its bytes have to be read and written.
+
+        `is_changed` says whether the values change on the way.
 
         Raises:
             PrepError: A file cannot be opened.
@@ -76,7 +78,7 @@ class RunSharing:
         if not isinstance(source, Files) or not isinstance(sink, Files):
             return None
         # Files that are read back stay in the page cache. Shared blocks would be read from the disk twice.
-        if sink.is_read_back or slab.changes_values or not (slab.reads and slab.writes):
+        if sink.is_read_back or is_changed or not (slab.reads and slab.writes):
             return None
         if needs_permute(slab.reads) or needs_permute(slab.writes):
             return None

@@ -59,8 +59,8 @@ from prepcli.planning.slabs import min_buffer_nbytes
 from prepcli.planning.work_units import WorkUnit, find_folder_units
 from prepcli.stores.files import check_no_symlinks, io_error
 
-# The units in progress have notes of their durable parts if they are larger than this together. A kill then loses about
-# a second of work.
+# A unit has a note of its durable part if it is larger than this, divided by the number of lanes. A kill then loses
+# about a second of work.
 LARGE_UNIT_NBYTES = 1 << 30
 # Notes of an earlier session that are checked together
 CHECKED_NBYTES = 1 << 30

@@ -401,7 +401,7 @@ class FolderOutput:
     def write(self, name: str, content: bytes, *, is_synced: bool = False) -> None:
         """Write a file of the conversion. A kill leaves the old or the new content.
 
-        With `is_synced` a power cut does, too. Notes need no sync: a torn note counts as none.
+        With `is_synced`, a power cut also leaves one of them. Notes need no sync: a torn note counts as none.
         """
         path = self.work / name
         temporary = self.work / f".{secrets.token_hex(8)}"

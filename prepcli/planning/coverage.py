@@ -45,8 +45,8 @@ def check(plan: Plan, slab_nbytes: int) -> None:
                 f"{equality.name} and {equality.duplicate_of} would not be compared"
             )
     # Both directions are compared as byte ranges: the slabs' copies, and the plan's locations.
-    # Slabs come from the code that the engine runs, so an error of the index algebra is found here. None is kept,
-    # because a plan may have too many for memory.
+    # Slabs come from the code that the engine runs, so an error of the index algebra is found here. The engine may make
+    # smaller ones for the caches. None is kept, because a plan may have too many for memory.
     # Tensors that are read for a check alone may have bytes of others. Among themselves they share none.
     read_runs = {False: _CopiedRuns(), True: _CopiedRuns()}
     expected_reads: dict[bool, list[FileSpan]] = {False: [], True: []}
