@@ -32,9 +32,9 @@ def _public_modules() -> dict[str, str]:
 def __getattr__(name: str) -> object:
     """Import a public name when it is first used, so that commands start without the modules of other commands."""
     if name == "__version__":
-        from prepcli.core import VERSION
+        from prepcli.core import version
 
-        return VERSION
+        return version()
     modules = _public_modules()
     if name == "__all__":
         return sorted([*modules, "__version__"])

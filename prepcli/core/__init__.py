@@ -6,9 +6,14 @@ PACKAGES = (
     "prepcli", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "safetensors", "numpy", "ml_dtypes",
     "huggingface_hub", "tokenizers", "typer", "rich", "transformers", "torch",
 )  # fmt: skip
-# The version of prep, which results, manifests and reports name. `pyproject.toml` reads it here. The metadata of the
-# installed package have it too, but the parser of e-mails, which reads them, takes 12 ms to import.
+# `pyproject.toml` reads it here. The metadata of the installed package have it too, but the parser of e-mails, which
+# reads them, takes 12 ms to import.
 VERSION = "0.2.0"
+
+
+def version() -> str:
+    """Return the version of prep, which results, manifests and reports name."""
+    return VERSION
 
 
 def package_versions() -> dict[str, str | None]:

@@ -39,7 +39,7 @@ from typing import Protocol
 
 import numpy as np
 
-from prepcli.core import VERSION
+from prepcli.core import version
 from prepcli.core.errors import Option, PrepError, text
 from prepcli.core.json_values import JsonObject, load_json
 from prepcli.engine.background_sync import StreamPrefix
@@ -155,7 +155,7 @@ def make_identity(plan: Plan, plan_digest: str) -> dict[str, object]:
         "request": plan.request,
         "source": source_digest,
         "plan": plan_digest,
-        "prep": VERSION,
+        "prep": version(),
     }
 
 

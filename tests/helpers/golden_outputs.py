@@ -7,7 +7,6 @@ import lzma
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from unittest import mock
 import xxhash
 
 import prepcli as prep
+from prepcli import core
 from tests.helpers.golden_cases import BUCKET, SAVE_PARAMS, Case
 from tests.helpers.golden_inputs import provide
 from tests.helpers.object_server import FakeObjectStore, serve_objects
@@ -74,22 +74,20 @@ def digest_of(data: bytes) -> str:
 def open_site(folder: Path) -> Iterator[FakeObjectStore]:
     """Make `folder` the working folder of commands, and serve a fake object store that the environment names.
 
-    Commands and their processes find the version of prep in the metadata of a distribution that comes first in the
-    path.
+    Commands have the version VERSION: in child processes by a module that Python imports when it starts.
     """
-    metadata = folder / ".version" / f"prepcli-{VERSION}.dist-info"
-    metadata.mkdir(parents=True)
-    text = f"Metadata-Version: 2.1\nName: prepcli\nVersion: {VERSION}\n"
-    (metadata / "METADATA").write_text(text)
-    first = str(metadata.parent)
+    site = folder / ".version"
+    site.mkdir(parents=True)
+    text = f"import prepcli.core\n\nprepcli.core.VERSION = {VERSION!r}\n"
+    (site / "sitecustomize.py").write_text(text)
     prefixes = ("AWS_", "GOOGLE_", "PREP_", "SLURM_", "JAX_PROCESS")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
-    paths = os.pathsep.join([first, *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
     variables |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
     with (
         serve_objects() as store,
         chdir(folder),
-        mock.patch.object(sys, "path", [first, *sys.path]),
+        mock.patch.object(core, "VERSION", VERSION),
         mock.patch.dict(os.environ, variables | store.environment(), clear=True),
     ):
         yield store

@@ -56,7 +56,7 @@ from prepcli.commands.cli.inspection import (
 )
 from prepcli.commands.cli.option_groups import CliCommand, PlainValues
 from prepcli.commands.cli.training import evaluate, generate, plan, recipes, report, tokenize, train
-from prepcli.core import VERSION
+from prepcli.core import version
 from prepcli.core.errors import USAGE
 from prepcli.core.signals import Interrupted, notes_of
 from prepcli.core.unexpected import label_errors, process_of
@@ -197,7 +197,7 @@ app = typer.Typer(
 
 def _show_version(is_requested: bool) -> None:
     if is_requested:
-        typer.echo(f"prep {VERSION}")
+        typer.echo(f"prep {version()}")
         raise typer.Exit()
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 from prepcli.commands.console.progress_displays import Mode, can_redraw, make_progress
 from prepcli.commands.console.stdio import LossyStream, write_and_flush, write_exact_and_flush
-from prepcli.core import VERSION
+from prepcli.core import version
 from prepcli.core.errors import INTERRUPTED, OK, STOPPED, PrepError
 from prepcli.core.formatting import (
     MARK_END,
@@ -346,7 +346,7 @@ class Ui:
 
     def _json_document(self, report: Report) -> dict[str, object]:
         """Return the JSON object: the common fields and the report's fields."""
-        common = {"prep": VERSION, "command": self.command, "ok": report.error is None}
+        common = {"prep": version(), "command": self.command, "ok": report.error is None}
         document = {**common, "seconds": round(self.clock() - self.started_s, 3), **report.fields}
         document["warnings"] = list(self.warnings)
         if report.next_command:

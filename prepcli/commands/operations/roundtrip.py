@@ -37,7 +37,7 @@ from prepcli.commands.operations.pad_vocab import pad_vocab
 from prepcli.commands.operations.results import Conversion, Roundtrip, RoundtripWay
 from prepcli.commands.operations.save_init import reshard, save_init
 from prepcli.commands.operations.verify import verify
-from prepcli.core import VERSION
+from prepcli.core import version
 from prepcli.core.errors import (
     TERMINAL,
     DamagedError,
@@ -162,7 +162,7 @@ def roundtrip(
         source=source.display_name,
         revision=located.files.commit,
         ways=tuple(ways),
-        versions={"prep": VERSION, "python": platform.python_version(), "numpy": np.__version__},
+        versions={"prep": version(), "python": platform.python_version(), "numpy": np.__version__},
         seconds=time.monotonic() - started_s,
     )
     content = {"format": FORMAT_VERSION, **asdict(result)}

@@ -21,7 +21,7 @@ from prepcli.commands.console.progress_displays import LineProgress
 from prepcli.commands.console.ui import LIBRARIES, NORMAL, QUIET, Report, Ui, open_ui, printable
 from prepcli.commands.operations.results import Conversion
 from prepcli.commands.operations.run_results import TrainingRun
-from prepcli.core import VERSION
+from prepcli.core import version
 from prepcli.core.errors import (
     FAILED,
     INTERRUPTED,
@@ -99,7 +99,7 @@ def test_json_has_the_common_fields() -> None:
     assert code == OK
     assert streams.out.getvalue().count("\n") == 1
     assert json.loads(streams.out.getvalue()) == {
-        "prep": VERSION,
+        "prep": version(),
         "command": "save-init",
         "ok": True,
         "seconds": 71.2,
