@@ -9,7 +9,6 @@ processes, whose checkpoint and tokens are read from the page cache. Prints the 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import random
@@ -19,9 +18,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.meter import wrap_function
 from prepcli.core.compilation_cache import FOLDER_VARIABLE, use_compilation_cache
 
 # The parts in their order, and the function of each. The rest of the time is between them.
@@ -64,11 +65,7 @@ def train_timed(words: list[str], start_s: float) -> dict[str, float]:
 
     seconds: dict[str, float] = {}
     for part, (module, name) in PARTS.items():
-        owner: Any = importlib.import_module(module)
-        *classes, attribute = name.split(".")
-        for class_name in classes:
-            owner = getattr(owner, class_name)
-        setattr(owner, attribute, timed(getattr(owner, attribute), part, seconds))
+        wrap_function(module, name, partial(timed, part=part, seconds=seconds))
     seconds["imports"] = time.time() - start_s
     if code := main(words):
         raise SystemExit(code)

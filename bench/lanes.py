@@ -13,7 +13,6 @@ time of Python code.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import shutil
@@ -23,10 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.evidence import make_model
+from bench.meter import wrap_function
 from prepcli.core.tables import format_table
 from prepcli.engine import lanes
 from prepcli.execution import folder_converter
@@ -68,9 +69,14 @@ class LaneCost:
     cpu_s: float
     released_s: float
 
+    @property
+    def held_s(self) -> float:
+        """CPU time with the interpreter's lock."""
+        return self.cpu_s - self.released_s
+
     def modelled_gb_s(self, cores: int) -> float:
         """Return the rate of the pipelines with a number of cores, if memory and disk are fast enough."""
-        seconds = max(self.cpu_s / cores, self.cpu_s - self.released_s)
+        seconds = max(self.cpu_s / cores, self.held_s)
         return self.nbytes / GB / seconds
 
 
@@ -102,9 +108,7 @@ class ReleasedTime:
 
 
 def slowed(call: Callable[..., int], stream_mb_s: int) -> Callable[..., int]:
-    """Return a read or write function that takes as long as a disk of a rate, or the function if the rate is 0."""
-    if not stream_mb_s:
-        return call
+    """Return a read or write function that takes as long as a disk with this rate."""
 
     def run(fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
         count = call(fd, buffers, offset, flags)
@@ -120,14 +124,10 @@ def convert(words: list[str], max_lanes: int, stream_mb_s: int) -> LaneCost:
 
     released = ReleasedTime()
     for module, name in RELEASING:
-        owner: Any = importlib.import_module(module)
-        *classes, attribute = name.split(".")
-        for class_name in classes:
-            owner = getattr(owner, class_name)
-        timed = released.timed(getattr(owner, attribute))
-        if module == "os":
-            timed = slowed(timed, stream_mb_s)
-        setattr(owner, attribute, timed)
+        wrap_function(module, name, released.timed)
+    if stream_mb_s:
+        for name in ("preadv", "pwritev"):
+            wrap_function("os", name, partial(slowed, stream_mb_s=stream_mb_s))
     # Lanes are bounded by the cores of the process. One core has another kind of lane.
     cores = set(range(max(max_lanes, 2)))
     os.sched_getaffinity = lambda pid: cores
@@ -189,8 +189,7 @@ def main() -> None:
         for max_lanes in map(int, options.lanes.split(",")):
             cost = measure(source, out, case, max_lanes, options.stream_mb_s)
             rate = cost.nbytes / GB / cost.wall_s
-            held_s = cost.cpu_s - cost.released_s
-            figures = [cost.wall_s, rate, cost.cpu_s, held_s]
+            figures = [cost.wall_s, rate, cost.cpu_s, cost.held_s]
             runs.append((case, str(cost.num_lanes), *(f"{figure:.2f}" for figure in figures)))
             if max_lanes == 2:
                 rates = [f"{cost.modelled_gb_s(cores):.1f}" for cores in MODEL_CORES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import os
 import signal
@@ -10,9 +11,10 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PROC = Path("/proc")
 DROP_CACHES = PROC / "sys/vm/drop_caches"
@@ -66,6 +68,23 @@ def measure(command: Sequence[str | Path], period_s: float = PERIOD_S) -> Comman
     return CommandCost(
         process.returncode, wall_s, cpu_s, max(samples), usage.ru_maxrss << 10, *texts
     )
+
+
+def wrap_function(
+    module: str, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Replace a function of this process by `wrap(function)`.
+
+    Args:
+        module: Its module, which is imported.
+        name: Its name in the module. For a method `Class.method`.
+        wrap: Returns the new function.
+    """
+    owner: Any = importlib.import_module(module)
+    *classes, attribute = name.split(".")
+    for class_name in classes:
+        owner = getattr(owner, class_name)
+    setattr(owner, attribute, wrap(getattr(owner, attribute)))
 
 
 def drop_page_cache(paths: Sequence[Path]) -> str:

@@ -1,10 +1,11 @@
-"""Tables of evidence and growth with fake measurements, plain copies, and the meter of real commands."""
+"""Tables of evidence, growth and lanes with fake measurements, plain copies, and the meter of real commands."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from bench.evidence_rows import EvidenceRow, evidence_text
 from bench.floor import COPY_METHODS, CopyMethod
 from bench.floor import main as copy_main
 from bench.growth import growth_svg, growth_text
+from bench.lanes import GB, LaneCost, ReleasedTime
 from bench.meter import CommandCost, anonymous_nbytes, drop_page_cache, measure, process_tree
 
 MIB = 1 << 20
@@ -351,3 +353,22 @@ def test_drop_page_cache_evicts_every_file(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "drop_caches").read_text() == "1"
     monkeypatch.setattr(meter, "DROP_CACHES", tmp_path / "absent" / "drop_caches")
     assert drop_page_cache([tmp_path / "c"]) == "fadvise"
+
+
+def test_rate_of_more_cores_is_bounded_by_the_lock() -> None:
+    """Two of ten seconds hold the lock, so that five cores are busy at most."""
+    cost = LaneCost(10 * GB, num_lanes=2, wall_s=5.0, cpu_s=10.0, released_s=8.0)
+    assert [cost.modelled_gb_s(cores) for cores in (2, 4, 5, 16)] == [2.0, 4.0, 5.0, 5.0]
+
+
+def test_time_of_nested_calls_counts_once() -> None:
+    def spin() -> None:
+        end_s = time.thread_time() + 0.02
+        while time.thread_time() < end_s:
+            pass
+
+    released = ReleasedTime()
+    inner = released.timed(spin)
+    start_s = time.thread_time()
+    released.timed(inner)()
+    assert 0.02 <= released.seconds <= time.thread_time() - start_s

@@ -157,6 +157,7 @@ def norm(
 def _norm(
     x: Array, weights: Mapping[str, Array], arch_config: ArchConfig, axes: tuple[int, ...]
 ) -> Array:
+    """Normalize [..., D], without an axis of one row. See `norm`."""
     eps = arch_config.norm_eps
     match arch_config.norm:
         case "layer":
@@ -168,13 +169,13 @@ def _norm(
             return _layer_norm(x, scale, weights.get("bias", 0.0), eps=eps, axes=axes)
         case "rms":
             # Rounded to the dtype of `x` before the scale, as in transformers' LlamaRMSNorm.
-            return _rms_normalize(x, eps, axes).astype(x.dtype) * weights["scale"]
+            return plain_rms_norm(x, eps, axes) * weights["scale"]
         case "rms_offset":
             # Scaled by 1 + scale in float32 before rounding, as in transformers' GemmaRMSNorm.
             scale = 1.0 + weights["scale"].astype(jnp.float32)
             return (_rms_normalize(x, eps, axes) * scale).astype(x.dtype)
         case "rms_plain":
-            return _rms_normalize(x, eps, axes).astype(x.dtype)
+            return plain_rms_norm(x, eps, axes)
 
 
 def plain_rms_norm(x: Array, eps: float, axes: tuple[int, ...] = LAST_AXIS) -> Array:

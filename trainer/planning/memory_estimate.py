@@ -219,9 +219,14 @@ def _overlapping_nbytes(
     """Return the inputs of the backward pass of each of some layers of a hybrid model."""
     if not _is_hybrid(inputs):
         return []
-    stacks = {tuple(stack.groups): stack for stack in layer_stacks(inputs)}
+    stacks = _stacks_by_kind(inputs)
     kinds = [tuple(inputs.arch_config.group_indices[layer]) for layer in layers]
     return [stacks[kind].overlapping_nbytes(is_scanned=is_scanned) for kind in kinds]
+
+
+def _stacks_by_kind(inputs: MemoryInputs) -> dict[tuple[str, ...], LayerStack]:
+    """Return the layers of each kind by the groups of their parameters."""
+    return {tuple(stack.groups): stack for stack in layer_stacks(inputs)}
 
 
 def _scanned_layers(inputs: MemoryInputs) -> range:
@@ -247,7 +252,7 @@ def _layer_slices_nbytes(inputs: MemoryInputs) -> int:
         return 0
     scanned = _scanned_layers(inputs)
     period = scanned[: inputs.arch_config.layer_schedule.period]
-    stacks = {tuple(stack.groups): stack for stack in layer_stacks(inputs)}
+    stacks = _stacks_by_kind(inputs)
     nbytes = 0
     for layer, kind in enumerate(map(tuple, inputs.arch_config.group_indices)):
         stack = stacks[kind]
